@@ -103,7 +103,7 @@ class MegatronArgs(Protocol):
     pp_group_size: int | None
     pp_cost: str | None
     pp_effort: float | None
-    pp_slices: int | None
+    pp_slices: int | str | None
     pp_slice_cut: str | None
     pp_profile_steps: int | None
     pp_profile: str | None

@@ -53,6 +53,8 @@ class Step:
         runner_type: makes the runner, with the arguments of ``MegatronRunner``; None: that one.
         losses: what the loss function reported on this rank.
         notes: facts of this iteration that other callbacks may ask for, by name.
+        shape: of what travels between stages; None: shapes differ, and are sent ahead. The call's,
+            unless a callback's ``begin`` sets another.
     """
 
     call: Call
@@ -67,6 +69,10 @@ class Step:
     executor: Executor = field(init=False)
     losses: list[Any] = field(default_factory=list)
     notes: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    shape: tuple[int, ...] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = self.call.shape
 
     @property
     def training(self) -> bool:

@@ -32,18 +32,20 @@ class Needs:
     """Flags of ours, one of which has to be in use for another one to have an effect.
 
     Attributes:
-        any_of: by name, the values that count; none listed: all but ``off``.
+        any_of: by name, the values that count; none listed: all but ``off`` and ``idle``.
         text: what to add, as a user writes it.
+        idle: a value that asks for nothing.
     """
 
     any_of: Mapping[str, tuple[str, ...]]
     text: str
+    idle: Any = None
 
     def met(self, args: MegatronArgs) -> bool:
         """True if one of them is in use."""
         given = ((getattr(args, attribute(n), None), values) for n, values in self.any_of.items())
         return any(
-            value not in (None, False, "off") and (not values or value in values)
+            value not in (None, False, "off", self.idle) and (not values or value in values)
             for value, values in given
         )
 
@@ -89,7 +91,7 @@ class Flag:
         text = name if value is True else f"{name} {value}"
         if self.choices and value not in self.choices:
             return f"{name} must be one of {', '.join(self.choices)}, got {value!r}"
-        if self.least is not None and value < self.least:
+        if self.least is not None and value != "auto" and value < self.least:
             return f"{name} must be {self.least} or more, got {value}"
         if library and self.not_in_library:
             return f"{name} cannot be used here: {self.not_in_library}"

@@ -18,6 +18,7 @@ from ..offload.rates import Rates, choose_policy, measure_rates
 from ..runtime.channel import Channel
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
+from ..schedule.units import Unit
 from .callbacks import Duration
 from .utils import gather_over
 
@@ -35,20 +36,30 @@ def pass_seconds(
     """What F, B and W of each chunk take.
 
     The first microbatch of a step does not count if there are others: its passes also load kernels.
-    A BW counts half to each.
+    A BW counts half to each. Slices of a microbatch add up.
 
     Args:
         durations: (chunk, operation, microbatch, seconds).
         of: the number that stands for a pass's times.
     """
-    every: dict[tuple[int, Op], list[float]] = {}
-    last = max((microbatch for _, _, microbatch, _ in durations), default=0)
-    for chunk, op, microbatch, seconds in durations:
+    every: dict[tuple[int, Op, int], list[float]] = {}
+    last = max((place_of(unit)[0] for _, _, unit, _ in durations), default=0)
+    for chunk, op, unit, seconds in durations:
+        microbatch, number = place_of(unit)
         if microbatch == 0 and last > 0:
             continue
         for part in (Op.B, Op.W) if op is Op.BW else (op,):
-            every.setdefault((chunk, part), []).append(seconds / (2 if op is Op.BW else 1))
-    return {key: of(times) for key, times in every.items()}
+            times = every.setdefault((chunk, part, number), [])
+            times.append(seconds / (2 if op is Op.BW else 1))
+    found: dict[tuple[int, Op], float] = {}
+    for (chunk, part, _), times in every.items():
+        found[chunk, part] = found.get((chunk, part), 0.0) + of(times)
+    return found
+
+
+def place_of(unit: int) -> tuple[int, int]:
+    """Microbatch and slice."""
+    return (unit.microbatch, unit.slice) if isinstance(unit, Unit) else (unit, 0)
 
 
 def hop_seconds(channel: Channel, group: Any) -> float:

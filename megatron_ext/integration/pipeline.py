@@ -130,7 +130,8 @@ class ScheduledPipeline:
         if step.training:
             detail = f"for gradients to be reduced over {_gradient_ranks()}"
             with self.watchdog(step.rank).armed(detail):
-                if _finalize(step, pg_collection, force_all_reduce):
+                tokens = step.runner.num_tokens
+                if finalize(call.iteration, tokens, pg_collection, force_all_reduce):
                     for callback in self.callbacks:
                         callback.gradients_reduced(step)
         with self.watchdog(step.rank).armed("for the losses"):
@@ -192,9 +193,9 @@ class ScheduledPipeline:
             step.runner = (step.runner_type or MegatronRunner)(
                 iteration, plan.placement, rank, self._store, step.mover, step.observer
             )
-            ways, shapes = plan.placement.edges, call.shape is None
+            ways, shapes = plan.placement.edges, step.shape is None
             edges = connected(call.group, "passes", ways, device, self.messages, shapes)
-        step.channel = Channel(edges, call.shape, iteration.config.pipeline_dtype, device)
+        step.channel = Channel(edges, step.shape, iteration.config.pipeline_dtype, device)
         timed = any(callback.times(step.training) for callback in self.callbacks)
         step.recorder = Recorder(timed, device)
         step.executor = Executor(
@@ -316,17 +317,22 @@ def message_shape(
     return (length, micro_batch_size, config.hidden_size)
 
 
-def _finalize(step: Step, pg_collection: Any, force_all_reduce: bool | None) -> bool:
-    """Reduce gradients as stock does at the end of an iteration; False if nobody asked for it."""
-    iteration = step.call.iteration
-    finalize = iteration.config.finalize_model_grads_func
-    if finalize is None:
+def finalize(
+    iteration: Iteration, tokens: Any, pg_collection: Any, force_all_reduce: bool | None
+) -> bool:
+    """Reduce gradients as stock does at the end of an iteration; False if nobody asked for it.
+
+    Args:
+        tokens: that this rank's losses have counted.
+    """
+    function = iteration.config.finalize_model_grads_func
+    if function is None:
         return False
-    accepted = inspect.signature(finalize).parameters
+    accepted = inspect.signature(function).parameters
     kwargs = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-    finalize(
+    function(
         iteration.models,
-        step.runner.num_tokens if iteration.config.calculate_per_token_loss else None,
+        tokens if iteration.config.calculate_per_token_loss else None,
         **{k: v for k, v in kwargs.items() if k in accepted},
     )
     return True

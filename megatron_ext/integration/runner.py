@@ -39,7 +39,10 @@ class Mover(Protocol):
     def will_offload(self, key: tuple[int, int]) -> bool:
         """True if the set will be offloaded."""
 
-    def sets_on_host(self) -> int:
+    def stays(self, tensor: torch.Tensor) -> None:
+        """A tensor outlives the sets that save parts of it."""
+
+    def on_host(self) -> Sequence[tuple[int, int]]:
         """Sets that take no device memory now."""
 
 
@@ -51,6 +54,9 @@ class SetObserver(Protocol):
 
     def postponed(self, chunk: int, microbatch: int) -> None:
         """Between B and W."""
+
+    def stays(self, tensor: torch.Tensor) -> None:
+        """A tensor outlives the sets that save parts of it."""
 
 
 @dataclass
@@ -158,7 +164,7 @@ class MegatronRunner(StageRunner):
 
     def live_sets(self) -> float:
         """Activation sets on the device now, of whole microbatches."""
-        return len(self._live) - (self._mover.sets_on_host() if self._mover else 0)
+        return len(self._live) - len(self._mover.on_host() if self._mover else ())
 
     def move(self, op: Op, chunk: int, microbatch: int) -> None:
         """OFFLOAD, RELEASE, PREPARE or RELOAD; see ``StageRunner``."""

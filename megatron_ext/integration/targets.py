@@ -65,10 +65,8 @@ _OF_A_CALL = (
     *("micro_batch_size", "forward_only"),
 )
 PIPELINES = {name: Target.at(f"{SCHEDULES}:{name}", *_OF_A_CALL) for name in FUNCTIONS}
-STEPS = (
-    Target.at(f"{SCHEDULES}:forward_backward_no_pipelining", *_OF_A_CALL),
-    *PIPELINES.values(),
-)
+NO_PIPELINE = Target.at(f"{SCHEDULES}:forward_backward_no_pipelining", *_OF_A_CALL)
+STEPS = (NO_PIPELINE, *PIPELINES.values())
 PARALLEL_STATE = Target.at(
     f"{_CORE}.parallel_state:initialize_model_parallel",
     *("pipeline_model_parallel_size", "expert_model_parallel_size", "get_embedding_ranks"),
@@ -113,9 +111,32 @@ HYBRID_SEGMENT = Target(
     ),
     ("main_pattern", "pp_group", "vp_stage", "first_stage_layers", "last_stage_layers"),
 )
+ATTENTION = {
+    name: Target.at(
+        f"{_CORE}.{place}.forward",
+        *("self", "query", "key", "value", "attention_mask", "attn_mask_type"),
+    )
+    for name, place in (
+        ("local", "transformer.dot_product_attention:DotProductAttention"),
+        ("transformer_engine", "extensions.transformer_engine:TEDotProductAttention"),
+    )
+}
+ROTARY = tuple(
+    Target.at(f"{_CORE}.models.common.embeddings.{place}.forward", "self", "max_seq_len", "offset")
+    for place in (
+        "rotary_pos_embedding:RotaryEmbedding",
+        "yarn_rotary_pos_embedding:YarnRotaryEmbedding",
+    )
+)
+_MTP = f"{_CORE}.transformer.multi_token_prediction"
+MTP_ROLL = Target.at(f"{_MTP}:roll_tensor", "tensor", "shifts")
+# From core_v0.17 on.
+MTP_LOSS = Target.at(
+    f"{_MTP}:process_mtp_loss", "labels", "loss_mask", "compute_language_model_loss"
+)
 # From core_v0.19 on.
 MTP_ACCEPTANCE = Target.at(
-    f"{_CORE}.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
+    f"{_MTP}:_compute_mtp_acceptance_counts",
     *("mtp_logits", "mtp_labels", "loss_mask", "output_layer"),
 )
 MLP_FORWARD = Target.at(
@@ -128,6 +149,24 @@ MOE_INIT = Target.at(f"{_LAYER}.__init__", "self", "config")
 MOE_FORWARD = Target.at(
     f"{_LAYER}.forward", "self", "hidden_states", "intermediate_tensors", "padding_mask"
 )
+_ROUTER = f"{_CORE}.transformer.moe.router"
+ROUTING = Target.at(f"{_ROUTER}:TopKRouter.routing", "self", "logits")
+ROUTER_LOSSES = {
+    kind: Target.at(
+        f"{_ROUTER}:TopKRouter._apply_{kind}_loss",
+        *("self", "probs", "scores_for_aux_loss", "routing_map"),
+    )
+    for kind in ("aux", "seq_aux", "global_aux")
+}
+BALANCING_LOSS = Target.at(
+    f"{_ROUTER}:switch_load_balancing_loss_func",
+    *("moe_aux_loss_coeff", "probs", "tokens_per_expert", "total_num_tokens"),
+)
+BALANCING_LOG = Target.at(
+    f"{_ROUTER}:TopKRouter.attach_and_log_load_balancing_loss",
+    *("self", "activation", "aux_loss", "valid_token_count"),
+)
+Z_LOSS = Target.at(f"{_ROUTER}:z_loss_func", "logits", "z_loss_coeff")
 GRAPH_ORDER = Target.at(
     f"{_CORE}.transformer.cuda_graphs:convert_schedule_table_to_order",
     *("num_warmup_microbatches", "num_model_chunks", "schedule_table"),

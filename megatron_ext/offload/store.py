@@ -206,6 +206,10 @@ class ActivationStore:
                     self.engine.finish(record.ticket)
                 record.in_copy, record.buffers = [], []
 
+    def stays(self, tensor: torch.Tensor) -> None:
+        """What is saved of this tensor's memory stays on the device, as long as that lives."""
+        self._selection.add_shared(StorageWeakRef(tensor.untyped_storage()))
+
     # --- questions ---
 
     def __len__(self) -> int:
@@ -214,6 +218,10 @@ class ActivationStore:
     def device_sets(self) -> int:
         """Sets that occupy device memory: from F to the end of W, except on the host."""
         return device_sets(self._sets.values())
+
+    def away(self) -> list[Hashable]:
+        """Sets that occupy none, from RELEASE to PREPARE."""
+        return [key for key, record in self._sets.items() if not record.on_device]
 
     def footprint(self, key: Hashable) -> Footprint:
         """Bytes of a set whose F has just ended; KeyError if there is none."""

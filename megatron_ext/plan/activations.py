@@ -36,6 +36,9 @@ class SetBytes(NamedTuple):
         scores: while S or T runs, the logits of one chunk of tokens.
         waiting: of the stage with the loss, the depths' embeddings from E to F, and their gradient
             from B to G, if the vocabulary is sharded.
+        carried: the keys and values of a microbatch, which its slices share; nothing where
+            sequences are not cut.
+        carried_back: their gradients, in fp32.
     """
 
     bytes_f_to_b: int
@@ -49,6 +52,8 @@ class SetBytes(NamedTuple):
     shard: int = 0
     scores: int = 0
     waiting: int = 0
+    carried: int = 0
+    carried_back: int = 0
 
 
 def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
@@ -63,7 +68,7 @@ def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
 
 def stage_set(job: Job, stage: Stage) -> SetBytes:
     """One activation set of a stage."""
-    bytes_f_to_b = bytes_b_to_w = recompute = widest = group = host = buffers = 0
+    bytes_f_to_b = bytes_b_to_w = recompute = widest = group = host = buffers = carried = 0
     full = job.recompute_granularity == "full"
     each = job.element_bytes * job.sharded_tokens * job.hidden_size
     if job.distribute_saved_activations:
@@ -75,6 +80,7 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
         widest = max(widest, *(part.widest for part in parts))
         buffers = max(buffers, *(part.buffers for part in parts))
         host += sum(part.host for part in parts)
+        carried += sum(part.carried for part in parts)
         if full and job.recompute_method == "block" and place >= job.recompute_num_layers:
             bytes_f_to_b += b
         elif full:
@@ -93,6 +99,7 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
         widest = max(widest, *(part.widest for part in parts))
         buffers = max(buffers, *(part.buffers for part in parts))
         host += sum(part.host for part in parts)
+        carried += sum(part.carried for part in parts)
         # Recomputed as a whole it keeps its two inputs: hidden states and embeddings.
         bytes_f_to_b += 2 * each if full else b
         recompute = max(recompute, b if full else extra)
@@ -114,6 +121,8 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
         *(bytes_f_to_b + b, bytes_b_to_w + w, recompute),
         *(logits, widest, gathered, buffers, host),
         waiting=waiting,
+        carried=carried,
+        carried_back=FP32 * carried // job.element_bytes,
     )
 
 

@@ -111,6 +111,7 @@ def attention(job: Job, *, window: int | None = None) -> Part:
         parameters,
         work.plus(before.work),
         (core if job.recomputes("core_attn") else Work()).plus(before.again),
+        carried=2 * e * t * k,
     )
 
 
@@ -166,6 +167,7 @@ def latent_attention(job: Job) -> Part:
         parameters,
         own.plus(core).plus(exchange(job)).plus(before.work),
         again.plus(own) if recomputes else again,
+        carried=e * t * (q + v),
     )
 
 

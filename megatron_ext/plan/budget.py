@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .._input import size_text
-from ..schedule.effects import peak_sets
+from ..schedule.memory_cap import number_text
+from ..schedule.named import held_sets
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from ..schedule.select import ONE_CHUNK
@@ -125,7 +127,7 @@ class Budget:
             return self.taken(schedule)
         # Under offload the cap counts in sets of the largest size.
         placement, split = schedule.placement, schedule.splits_backward
-        more = max(peak_sets(schedule.ranks)) - min(self.room(placement, split))
+        more = math.ceil(held_sets(schedule)) - min(self.room(placement, split))
         return size_text(self.size + more * max(self._largest_sets(placement, split)))
 
     def detail(self, schedule: Schedule) -> str:
@@ -138,14 +140,16 @@ class Budget:
         if schedule.has_offload:
             return self.in_sets_text(placement, split)
         each = self._largest_sets(placement, split)
-        ranks, held = self.ranks(schedule), peak_sets(schedule.ranks)
+        ranks = self.ranks(schedule)
+        held = [peak * schedule.chunks for peak in schedule.peak_activation()]
         room = [h + (self.size - r.total) // e for h, r, e in zip(held, ranks, each)]
         binds = min(range(len(room)), key=lambda rank: (room[rank], -ranks[rank].total))
         taken = size_text(ranks[binds].total)
         largest = f"{self._source}, {size_text(each[binds])} at most"
+        most = number_text(room[binds])
         return (
-            f"a cap of {room[binds]} activation sets ({largest}) on rank {binds}, which "
-            f"has least room; it holds {held[binds]} there and needs {taken}"
+            f"a cap of {most} activation sets ({largest}) on rank {binds}, which "
+            f"has least room; it holds {number_text(held[binds])} there and needs {taken}"
         )
 
     def in_sets_text(self, placement: Placement, split_backward: bool) -> str:

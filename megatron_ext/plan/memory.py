@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..schedule.actions import AnyAction, Op
+from ..schedule.actions import AnyAction, Op, Operation
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
+from ..schedule.units import Unit
 from ..schedule.vocabulary import E, G, S, T
 from .activations import SetBytes, stage_set, with_shard
 from .layout import Split
@@ -112,22 +113,65 @@ def states_of(placement: Placement, stages: Sequence[StageBytes]) -> list[StateB
 def rank_bytes(schedule: Schedule, stages: Sequence[StageBytes], messages: int) -> list[RankBytes]:
     """Every rank's peak under ``schedule``, from the order of its actions alone.
 
+    Of a slice's set and of its pass everything counts by the share of its tokens. What slices
+    share, the keys and values of the whole microbatch, counts beside their sets in full.
+
     Args:
         schedule: with its offload actions, if it has some.
         stages: one a stage.
         messages: bytes of one message.
     """
     states = states_of(schedule.placement, stages)
+    parts = _Parts(schedule, stages)
     return [
-        _rank(rank, row, stages, states[rank], MESSAGES * messages)
+        _rank(rank, row, parts, states[rank], MESSAGES * messages)
         for rank, row in enumerate(schedule.ranks)
     ]
+
+
+class _Parts:
+    """What each unit's set has of a stage's."""
+
+    def __init__(self, schedule: Schedule, stages: Sequence[StageBytes]) -> None:
+        self.whole = [stage.sets for stage in stages]
+        self._slices = schedule.slices
+        self._shares: Sequence[Fraction] = ()
+        if schedule.has_units:
+            costs, whole = schedule.unit_costs()
+            self._shares = [Fraction(cost.size, whole) for cost in costs]
+        self._known: dict[tuple[int, Fraction], SetBytes] = {}
+
+    def of(self, stage: int, unit: int) -> SetBytes:
+        """The set of a unit, and what its passes need."""
+        one = self.whole[stage]
+        if not self._shares:
+            return one
+        key = stage, self._shares[unit]
+        if key not in self._known:
+            share = self._shares[unit]
+            fields = {name: -int(-size * share // 1) for name, size in one._asdict().items()}
+            fields["buffers"] = one.buffers
+            self._known[key] = one._replace(**fields)
+        return self._known[key]
+
+    def carried(self, op: Operation, stage: int, unit: int) -> tuple[int, int]:
+        """What a pass adds, at its start, to what slices share, and what it leaves less at its
+        end: keys and values from the first F to the last B, gradients from the first B on."""
+        if not isinstance(unit, Unit) or not self._slices:
+            return 0, 0
+        one, last = self.whole[stage], self._slices[unit.microbatch] - 1
+        keys, gradients = one.carried, one.carried_back
+        if op is Op.F:
+            return (0 if unit.slice else keys), 0
+        if op is not Op.B and op is not Op.BW:
+            return 0, 0
+        return gradients * (unit.slice == last), (0 if unit.slice else keys + gradients)
 
 
 def _rank(
     rank: int,
     row: Sequence[AnyAction],
-    stages: Sequence[StageBytes],
+    parts: _Parts,
     states: StateBytes,
     messages: int,
 ) -> RankBytes:
@@ -135,12 +179,13 @@ def _rank(
     best: tuple[int, int, int, int] = (-1, 0, 0, 0)
     on_host: set[tuple[int, int]] = set()
     passes = [(position, part) for position, action in enumerate(row) for part in action.parts]
-    table = {s: stages[s].sets for s in {part.stage for _, part in passes}}
+    table = {s: parts.whole[s] for s in {part.stage for _, part in passes}}
     messages += max((sets.buffers for sets in table.values()), default=0)
     waiting = sum(sets.waiting for sets in table.values())
     embeds = any(part.op is E for _, part in passes)
     for position, (op, stage, microbatch) in passes:
-        one = table[stage]
+        one, (more, less) = parts.of(stage, microbatch), parts.carried(op, stage, microbatch)
+        resident += more
         passing = messages
         if op is Op.F:
             resident += one.bytes_f_to_b
@@ -167,6 +212,7 @@ def _rank(
             most_host = max(most_host, host)
         if resident + passing > best[0]:
             best = resident + passing, resident, passing, position
+        resident -= less
         if op is Op.B or op is Op.BW:
             resident += (one.bytes_b_to_w if op is Op.B else 0) - one.bytes_f_to_b
             resident += one.waiting * embeds

@@ -154,6 +154,7 @@ class Part(NamedTuple):
         repeated: B runs all linear layers and all work once more.
         buffers: bytes that are there once on a device, however many such parts it has.
         host: bytes on the host from F to B.
+        carried: of the keys and values of all tokens, where sequences are cut into slices.
     """
 
     pieces: tuple[Linear | SavedTensor, ...]
@@ -164,6 +165,7 @@ class Part(NamedTuple):
     repeated: bool = False
     buffers: int = 0
     host: int = 0
+    carried: int = 0
 
     @property
     def linears(self) -> list[Linear]:

@@ -171,7 +171,7 @@ def _bound(step: Step, precision: str, number: int) -> float:
     tokens = widest = 1
     layers = 1
     for key, whole in step.wholes.items():
-        if key.what == "F" and key.name == "tokens":
+        if key.what == "F" and key.name.startswith("tokens"):
             tokens = max(tokens, whole.tensor.numel() * (key.sample + 1))
         elif key.what == "gradient":
             widest = max(widest, *whole.tensor.shape)
@@ -340,7 +340,7 @@ def _blocks(key: Key, mine: torch.Tensor, right: torch.Tensor) -> str:
 
 def _inputs(key: Key, found: Step) -> str:
     """What to look at where the numbers themselves say nothing."""
-    if key.what == "F" and key.name == "tokens":
+    if key.what == "F" and key.name.startswith("tokens"):
         return "this rank reads other samples"
     if key.what in ("F", "B") and _received(key, found):
         return "the first of its stage: the message that came from the other one, or its own pass"

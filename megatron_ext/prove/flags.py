@@ -77,6 +77,12 @@ class Flags:
         except ValueError:
             raise ValueError(f"{self.text(name)}: not a whole number") from None
 
+    @property
+    def slices(self) -> tuple[int, bool] | None:
+        """Into how many slices sequences are cut, and whether of equal lengths; None: into none."""
+        count = self.number("--pp-slices", 1)
+        return (count, self.values("--pp-slice-cut") == ["even"]) if count > 1 else None
+
     def set(self, name: str, *values: object) -> None:
         """Give a flag these values, where it stands or at the end."""
         self._values[name] = [str(value) for value in values]

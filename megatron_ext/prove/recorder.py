@@ -4,8 +4,9 @@ A server's job runs this file first (``prelude``); ``prepare`` hooks Megatron's 
 rank then writes ``rankR-stepN.pt`` after every step, a dictionary of
 
     place    sizes and ranks of its groups, microbatches, sequence parallelism
-    passes   (pass, microbatch, name, tensor): F is a module's output, B the gradient of it; a
-             microbatch is the rank's own, from 0; a name is ``layer 3`` or a module's
+    ends     of the slices of a sequence; empty: it is not cut
+    passes   (pass, microbatch, slice, name, tensor): F is a module's output, B the gradient of it;
+             a microbatch is the rank's own, from 0; a name is ``layer 3`` or a module's
     values   (what, global name, offset in the global tensor, its shape, tensor): ``gradient`` as
              the optimizer gets it, ``weight`` and the optimizer's state after the step
     states   of ranks whose own state a checkpoint keeps: ``schedule`` before the step, ``random``
@@ -31,6 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ext.integration.features.slices.wanted import Wanted
+
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
 # Modules beside the layers whose outputs are written down.
 _OTHERS = ("embedding", "output_layer")
@@ -42,7 +45,9 @@ def prepare(value: Any, rank: int, folder: Path) -> None:
 
     Args:
         value: ``late``, a seed or None: messages then come late and in a random order of
-            completion; ``uneven``: samples have different numbers of tokens that count.
+            completion; ``uneven``: samples have different numbers of tokens that count;
+            ``slices``: of every sequence, and whether they are of equal lengths, or None;
+            ``alone``: one process runs the slices, without flags of ours.
         rank: of all.
         folder: for the files.
     """
@@ -57,12 +62,20 @@ def prepare(value: Any, rank: int, folder: Path) -> None:
 
         races.install(value["late"] * 1009 + rank)
 
+    if value["slices"] and value["alone"]:
+        from megatron_ext.integration.features.slices import alone
+        from megatron_ext.integration.versions import megatron_version
+
+        alone.install(Wanted(*value["slices"]), megatron_version())
+
     setup = training.setup_model_and_optimizer
 
     @functools.wraps(setup)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
-        recorders.append(Recorder(result[0], result[1], result[2], rank, Path(folder)))
+        model, optimizer, scheduler, *_ = result
+        ends = _ends(value["slices"])
+        recorders.append(Recorder(model, optimizer, scheduler, rank, Path(folder), ends))
         return result
 
     training.setup_model_and_optimizer = recorded
@@ -83,6 +96,14 @@ def prepare(value: Any, rank: int, folder: Path) -> None:
         return result
 
     training.evaluate = evaluated
+
+
+def _ends(slices: list[Any] | None) -> list[int]:
+    """Where the slices of a sequence end; nothing where it is not cut."""
+    from megatron.training import get_args
+
+    args = get_args()
+    return [] if slices is None else list(Wanted(*slices).cut(args.seq_length, args).ends)
 
 
 def _mask_unevenly() -> None:
@@ -110,10 +131,17 @@ class Recorder:
         scheduler: of the learning rate, Megatron's.
         rank: of all.
         folder: for the files.
+        ends: of the slices of a sequence; empty: it is not cut.
     """
 
     def __init__(
-        self, chunks: list[Any], optimizer: Any, scheduler: Any, rank: int, folder: Path
+        self,
+        chunks: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        rank: int,
+        folder: Path,
+        ends: list[int],
     ) -> None:
         from megatron.core.utils import unwrap_model
 
@@ -124,9 +152,9 @@ class Recorder:
         self.keeps = here["dp_rank"] == here["cp_rank"] == 0
         if self.keeps:
             torch.save({"states": {"random": random_states()}}, folder / f"rank{rank}-step0.pt")
-        self.step = 0
-        self.passes: list[tuple[str, int, str, torch.Tensor]] = []
-        self.counters = [_Chunk(chunk, self.passes) for chunk in self.chunks]
+        self.step, self.ends = 0, ends
+        self.passes: list[tuple[str, int, int, str, torch.Tensor]] = []
+        self.counters = [_Chunk(chunk, self.passes, len(ends) or 1) for chunk in self.chunks]
         step = optimizer.step
 
         @functools.wraps(step)
@@ -146,11 +174,11 @@ class Recorder:
 
     def _write(self, values: list[Any], states: dict[str, Any]) -> None:
         self.step += 1
-        found = {"place": place(), "passes": list(self.passes), "values": values}
-        found["states"] = states
+        found = {"place": place(), "ends": self.ends, "passes": list(self.passes)}
+        found["values"], found["states"] = values, states
         self.passes.clear()
         for counter in self.counters:
-            counter.microbatch = -1
+            counter.unit = -1
         torch.save(found, self.folder / f"rank{self.rank}-step{self.step}.pt")
 
     def _optimizers(self) -> list[Any]:
@@ -218,10 +246,14 @@ class Recorder:
 
 
 class _Chunk:
-    """Writes the outputs of one model chunk's modules, and their gradients, into ``passes``."""
+    """Writes the outputs of one model chunk's modules, and their gradients, into ``passes``.
 
-    def __init__(self, chunk: Any, passes: list[Any]) -> None:
-        self.passes, self.microbatch, self.running = passes, -1, False
+    Args:
+        slices: of a microbatch, each of which is a call of the chunk.
+    """
+
+    def __init__(self, chunk: Any, passes: list[Any], slices: int) -> None:
+        self.passes, self.slices, self.unit, self.running = passes, slices, -1, False
         self.calls: dict[str, int] = {}  # of the modules in this microbatch
         chunk.register_forward_pre_hook(self._begin, with_kwargs=True)
         chunk.register_forward_hook(self._end)
@@ -236,12 +268,17 @@ class _Chunk:
 
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:
-            self.microbatch, self.running = self.microbatch + 1, True
+            self.unit, self.running = self.unit + 1, True
             # A stage that embeds for multi-token prediction alone has no first call.
             self.calls = {} if getattr(module, "pre_process", True) else {"embedding": 1}
             tokens = kwargs.get("input_ids", args[0] if args else None)
             if torch.is_tensor(tokens):
-                self.passes.append(("F", self.microbatch, "tokens", tokens.clone()))
+                self.passes.append(("F", *self._at, "tokens", tokens.clone()))
+
+    @property
+    def _at(self) -> tuple[int, int]:
+        """Microbatch and slice of the call that runs."""
+        return divmod(self.unit, self.slices)
 
     def _end(self, module: Any, args: Any, output: Any) -> None:
         if self.running and getattr(module, "post_process", True):
@@ -254,13 +291,13 @@ class _Chunk:
             output = output[0]
         if not self.running or not torch.is_tensor(output):
             return
-        at, calls = self.microbatch, self.calls.get(name, 0) + 1
+        at, calls = self._at, self.calls.get(name, 0) + 1
         self.calls[name] = calls
         name += f", call {calls}" * (calls > 1)  # multi-token prediction has several
-        self.passes.append(("F", at, name, output.detach().clone()))
+        self.passes.append(("F", *at, name, output.detach().clone()))
         if output.requires_grad:
             output.register_hook(
-                lambda grad: self.passes.append(("B", at, name, grad.detach().clone()))
+                lambda grad: self.passes.append(("B", *at, name, grad.detach().clone()))
             )
 
 

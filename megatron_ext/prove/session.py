@@ -87,11 +87,19 @@ class Session:
         return self._folder / f"{self._number:02d}-{name}"
 
     def _run(
-        self, name: str, flags: list[str], world: int, seed: int | None = None
+        self,
+        name: str,
+        words: list[str],
+        world: int,
+        seed: int | None = None,
+        alone: Flags | None = None,
     ) -> tuple[Path, Outcome]:
+        """``alone``: one process runs the slices that these flags ask for."""
         folder = self._next(name)
-        value = {"late": seed, "uneven": self._uneven}
-        outcome = self._server.run(flags, world, folder, self._limit, prelude=RECORDER, value=value)
+        slices = (alone or Flags(words)).slices
+        value = {"late": seed, "uneven": self._uneven, "slices": slices}
+        value["alone"] = alone is not None
+        outcome = self._server.run(words, world, folder, self._limit, prelude=RECORDER, value=value)
         return folder, outcome
 
     def weights(self, flags: Flags) -> tuple[Path, Outcome]:
@@ -108,12 +116,12 @@ class Session:
         return self._weights[key]
 
     def reference(self, flags: Flags) -> tuple[Path, Outcome]:
-        """One process's run of this model."""
+        """One process's run of this model, in the same slices."""
         reference = self._shrunk.reference(flags)
-        key = tuple(sorted(reference.words))
+        key = *sorted(reference.words), str(flags.slices)
         if key not in self._references:
             words = [*reference.words, *self._start(flags)]
-            self._references[key] = self._run("one-process", words, 1)
+            self._references[key] = self._run("one-process", words, 1, alone=flags)
         return self._references[key]
 
     def _start(self, flags: Flags) -> list[str]:

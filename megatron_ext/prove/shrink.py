@@ -49,6 +49,7 @@ _GIVEN = (
     ("--global-batch-size", "global batch"),
 )
 _HEAD = 8  # elements of a head
+_SLICES = 4  # of a sequence, at most
 _VOCABULARY = 64  # tokens a tensor-parallel rank
 _MUON = "it orthogonalizes each rank's part of a weight by itself"
 _TWO_CHUNKS = ("v-", "dualpipev", "auto")
@@ -314,15 +315,15 @@ class Shrinker:
                 flags.set(name, size)
         self._experts()
         sequence = 16 * self._small.cp
-        flags.set("--seq-length", sequence)
-        flags.set("--max-position-embeddings", sequence)
+        for name in ("--seq-length", "--max-position-embeddings"):
+            flags.set(name, sequence)
+        self._limit("--pp-slices", _SLICES)
         for name in ("--original-max-position-embeddings", "--window-size", "--decoder-seq-length"):
             if name in flags:
                 self._lost.append((flags.text(name), "the sequence is short"))
                 flags.drop(name)
         # A null tokenizer may add one token.
-        for name in ("--vocab-size", "--padded-vocab-size"):
-            flags.drop(name)
+        flags.drop("--vocab-size", "--padded-vocab-size")
         flags.set("--vocab-size", _VOCABULARY * tp - 1)
         flags.set(_DIVISIBLE, _VOCABULARY)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,10 +93,12 @@ def read(folder: Path, world: int, step: int) -> Step:
     skipped: dict[Key, str] = {}
     for rank, file in enumerate(files):
         place = file["place"]
-        for what, microbatch, name, tensor in file["passes"]:
-            key = Key(what, name, microbatch * place["dp"] + place["dp_rank"])
+        lengths = [b - a for a, b in pairwise([0, *file["ends"]])] or [place["sequence"]]
+        for what, microbatch, number, name, tensor in file["passes"]:
+            label = f"{name}, slice {number}" if file["ends"] else name
+            key = Key(what, label, microbatch * place["dp"] + place["dp_rank"])
             try:
-                shape, pieces = _in_pass(name, tensor, place)
+                shape, pieces = _in_pass(name, tensor, place, lengths[number])
             except ValueError as error:
                 skipped[key] = str(error)
                 continue
@@ -173,15 +176,19 @@ def read_states(folder: Path, world: int, step: int, kind: str) -> dict[tuple[in
 
 
 def _in_pass(
-    name: str, tensor: torch.Tensor, place: dict[str, int]
+    name: str, tensor: torch.Tensor, place: dict[str, int], tokens: int
 ) -> tuple[tuple[int, ...], list[tuple[tuple[slice, ...], torch.Tensor]]]:
-    """(shape of the whole, parts) of what a rank had of one microbatch.
+    """(shape of the whole, parts) of what a rank had of one microbatch, or of a slice of one.
+
+    Args:
+        tokens: of the slice; the model's input and its losses are the microbatch's.
 
     Raises:
         ValueError: its shape is that of no division known here.
     """
     axis = 1 if name in ("tokens", "loss") else 0
-    sequence, cp, tp = place["sequence"], place["cp"], place["tp"]
+    cp, tp = place["cp"], place["tp"]
+    sequence = place["sequence"] if axis else tokens
     if tensor.dim() <= axis:
         raise ValueError(f"shape {tuple(tensor.shape)}")
     own, shape = tensor.shape[axis], list(tensor.shape)

@@ -19,6 +19,10 @@ class Copy(NamedTuple):
     start: int
     end: int
 
+    def of(self, unit: int) -> Copy:
+        """The same with ``unit`` in the place of its number."""
+        return self._replace(action=self.action._replace(microbatch=unit))
+
 
 class _Asked(NamedTuple):
     ready: int
@@ -74,6 +78,8 @@ class Copies:
                 continue
             times = self._times
             length = (times.to_host if action.op is Op.OFFLOAD else times.to_device)[action.stage]
+            if self._program.units is not None:
+                length *= self._program.units[action.microbatch].size
             for key in uses:
                 self._free[key] = now + length
             self.done[rank].append(Copy(action, now, now + length))

@@ -17,7 +17,7 @@ from .generators import GENERATORS, NAMES, Objective, add_pairs, generate, gener
 from .generators.away import orders_for_offload
 from .generators.cap import LEAST_CAP, v_cap_limits
 from .generators.vocabulary import add_vocabulary
-from .memory_cap import Cap, ShareCap
+from .memory_cap import Cap, ShareCap, number_text
 from .passes.offload import OffloadPlan, offload
 from .schedule import Schedule
 from .simulate import Simulation, simulate
@@ -76,7 +76,12 @@ def keeps(cap: Cap, schedule: Schedule) -> bool:
     """True if ``schedule`` keeps ``cap``; under offload every cap counts in whole sets."""
     if not schedule.has_offload:
         return cap.fits(schedule)
-    return max(peak_sets(schedule.ranks)) <= cap.sets(schedule.placement, schedule.splits_backward)
+    return held_sets(schedule) <= cap.sets(schedule.placement, schedule.splits_backward)
+
+
+def held_sets(schedule: Schedule) -> Fraction:
+    """The most sets of a rank; slices count as their shares."""
+    return max(schedule.peak_activation()) * schedule.chunks
 
 
 def named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
@@ -109,7 +114,7 @@ def _takes_orders_for_offload(spec: ScheduleSpec) -> bool:
     """True if ``_made_for_offload`` makes some."""
     if spec.offload is None or spec.offload.wanted != "auto" or spec.order is not None:
         return False
-    if spec.cap is None or spec.barriers or not spec.effort:
+    if spec.cap is None or spec.barriers or not spec.effort or spec.has_units:
         return False
     return spec.name in _LARGEST
 
@@ -173,6 +178,7 @@ def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
 
 
 _AHEAD = 3  # options
+_STEPS = 4  # caps of slices whose sets grow, beside the largest
 
 
 def _last(count: int, fits: Callable[[int], bool]) -> int:
@@ -211,13 +217,15 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[_Option]:
     if spec.offload is None and not spec.barriers:
         low = LEAST_CAP  # slow, but all that fits there
     if spec.has_units and isinstance(cap, ShareCap):
-        if cap.growth > 1:
-            raise ValueError(
-                f"{cap.amount(pp)} of sets that grow takes whole microbatches; leave slices and "
-                "costs of single microbatches out"
-            )
         share = cap.share if chosen else min(cap.share, Fraction(1))
-        return [_Option(memory_cap=share * spec.placement.num_stages)]
+        first = share * spec.placement.num_stages
+        if spec.offload is not None:
+            more = max(0, int(high - first))
+            return [_Option(memory_cap=first + sets) for sets in range(more + 1)]
+        # Between what surely keeps a cap under which sets grow, and what does if none has grown.
+        shrink = (first - first / cap.growth) / _STEPS
+        steps = range(_STEPS if shrink else 0, -1, -1)
+        return [_Option(memory_cap=first - i * shrink) for i in steps]
     most = cap.most_sets(spec.placement)
     if chosen and spec.offload is None and isinstance(cap, ShareCap) and cap.growth == 1:
         return [_Option(memory_cap=most)]  # as the user gives it, or an error
@@ -247,7 +255,7 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
         memory_cap=cap,
         objective=spec.objective,
         effort=spec.effort,
-        sets_grow=spec.cap is not None and spec.cap.sets_grow,
+        sets_grow=spec.cap is not None and spec.cap.sets_grow and not spec.has_units,
         slices=spec.slices or 1,
         joined=spec.joined,
     )
@@ -301,9 +309,10 @@ def _made(spec: ScheduleSpec, option: _Option, order: Schedule | None = None) ->
     plan = offload(schedule, spec.offload.link, wanted, most_sets=most)
     note = "; ".join(filter(None, (schedule.note, plan.note)))
     made = Selected(replace(plan.schedule, note=note), spec, plan)
-    if cap is not None and most is not None and max(plan.peak_sets) > most:
+    held = held_sets(plan.schedule)
+    if cap is not None and most is not None and held > most:
         raise CapExceeded(
-            f"{schedule.name} at pp={spec.pp} with offload {wanted} keeps {max(plan.peak_sets)} "
+            f"{schedule.name} at pp={spec.pp} with offload {wanted} keeps {number_text(held)} "
             f"activation sets on a device, but the cap is {most}",
             made,
             cap,

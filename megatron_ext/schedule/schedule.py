@@ -16,7 +16,7 @@ from .costs import Costs, number_to_json
 from .effects import passes, peak_sets
 from .link import Link
 from .placement import Placement
-from .units import UnitCosts, even_costs, integers, joined, peaks, units_of
+from .units import UnitCosts, even_costs, host_peaks, integers, joined, peaks, units_of
 from .vocabulary import E, Vocabulary
 
 FILE_FORMAT = "megatron-ext-schedule/1"
@@ -129,6 +129,12 @@ class Schedule:
             return [Fraction(0)] * self.pp
         costs, whole = self.unit_costs()
         held = peaks(self.ranks, costs)
+        return [Fraction(sizes, whole * self.chunks) for sizes in held]
+
+    def peak_host_activation(self) -> list[Fraction]:
+        """Most that each rank has on the host at once, in whole microbatches."""
+        costs, whole = self.unit_costs()
+        held = host_peaks(self.ranks, costs)
         return [Fraction(sizes, whole * self.chunks) for sizes in held]
 
     def peak_sets(self) -> list[int]:

@@ -54,7 +54,6 @@ def select(spec: ScheduleSpec) -> Selected:
 def _refuse_beside_units(spec: ScheduleSpec) -> None:
     exchange = spec.costs.exchange is not None
     for what, asked in (
-        ("offload", spec.offload is not None),
         ("communication of experts in the costs", spec.overlap or exchange),
         ("a sharded vocabulary", bool(spec.barriers)),
         ("a jitter of pass times", bool(spec.jitter)),

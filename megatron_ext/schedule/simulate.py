@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from . import grid
@@ -141,7 +141,7 @@ class Simulation:
         """Most sets on the host of each rank, in microbatches."""
         if self.transfers is None:
             return [Fraction(0)] * self.schedule.pp
-        return [Fraction(n, self.schedule.chunks) for n in self.transfers.peak_host_sets]
+        return replace(self.schedule, ranks=self.transfers.ranks).peak_host_activation()
 
     def memory_curve(self, rank: int) -> list[tuple[int, Fraction | int]]:
         """Steps (time in 1/scale, resident sets from then on) of one rank, times increasing; a
@@ -256,7 +256,6 @@ class Replay:
         costs: Costs | None = None,
     ) -> None:
         for what, there in (
-            ("offload", schedule.has_offload),
             ("a sharded vocabulary", bool(schedule.barriers)),
             ("an order with passes in pairs", schedule.has_pairs),
         ):
@@ -360,7 +359,9 @@ def _times(replay: Replay, done: Run) -> tuple[_Times, _Times]:
 
 def _transfers(replay: Replay, done: Run, copies: list[list[Copy]], stall: Fraction) -> Transfers:
     assert replay.link is not None
-    ranks = replay.plain.ranks
+    ranks, units = replay.plain.ranks, replay.plain.units
+    if replay.plain.slices:
+        copies = [[copy.of(units[copy.action.microbatch]) for copy in row] for row in copies]
     moments = [
         [_at(done, node) for action, node in zip(row, nodes) if not action.is_compute]
         for row, nodes in zip(ranks, replay.rows)

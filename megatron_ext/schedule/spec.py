@@ -25,10 +25,12 @@ class Cut(NamedTuple):
     Attributes:
         ends: of every slice, in tokens; the last one is the sequence's length.
         attention: the share of core attention in the F of a whole sequence.
+        overhead: of a whole W, what the W of every slice takes however short it is.
     """
 
     ends: tuple[int, ...]
     attention: Fraction
+    overhead: Fraction = Fraction(0)
 
     @classmethod
     def of(cls, tokens: int, slices: int, attention: Fraction, multiple: int, even: bool) -> Cut:
@@ -58,7 +60,12 @@ class Cut(NamedTuple):
         """``costs`` with those of every unit."""
         ends = [Fraction(end, self.ends[-1]) for end in (0, *self.ends)]
         rows = [
-            (forward, backward / (1 + self.attention), share, share)
+            (
+                forward,
+                backward / (1 + self.attention),
+                (1 - self.overhead) * share + self.overhead,
+                share,
+            )
             for forward, backward, share in times_of(ends, self.attention)
         ]
         return costs.with_units(rows * microbatches)

@@ -69,6 +69,7 @@ class Case:
         action: in which it happens, as text; ``between`` for: after the iteration.
         seconds: how long a delay is.
         tidy: an exception takes the interpreter down as in any script, not by ``os._exit``.
+        slices: of a microbatch.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class Case:
     action: str
     seconds: float = 0.0
     tidy: bool = False
+    slices: int = 1
 
 
 def harmless(case: Case) -> bool:
@@ -86,9 +88,9 @@ def harmless(case: Case) -> bool:
 
 
 @functools.cache
-def plan(name: str, pp: int) -> Schedule:
+def plan(name: str, pp: int, slices: int = 1) -> Schedule:
     """The lowered schedule of a case."""
-    schedule = generate(name, pp, MICROBATCHES)
+    schedule = generate(name, pp, MICROBATCHES, slices=slices)
     if name != "1f1b":
         schedule = offload(schedule, Link.of(pp, "0.25"), "full").schedule
     lowered = lower(schedule)
@@ -353,7 +355,7 @@ def train(case: Case, rank: int, folder: Path) -> None:
     """The rank's whole life: iterations, each ended by all ranks together."""
     group = dist.group.WORLD
     assert group is not None
-    lowered, accident = plan(case.schedule, case.pp), Accident(case, rank, folder)
+    lowered, accident = plan(case.schedule, case.pp, case.slices), Accident(case, rank, folder)
     weights = {
         stage: [
             torch.nn.Parameter(torch.randn(SHAPE[1], SHAPE[1], generator=_seed(stage, i)) / 5)
@@ -363,7 +365,7 @@ def train(case: Case, rank: int, folder: Path) -> None:
     }
     device = Device()
     device.accident = accident
-    arena = HostArena(CPU, expected_sets=2 * MICROBATCHES)
+    arena = HostArena(CPU, expected_sets=2 * MICROBATCHES * case.slices)
     every = [weight for stage in weights.values() for weight in stage]
     store = ActivationStore(Engine(device, arena), lambda: every, min_bytes=0)
     wgrad = WeightGradStore()

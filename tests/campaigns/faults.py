@@ -56,7 +56,7 @@ from tests.campaigns.fault_ranks import Case, plan, run
 
 REPORT = re.compile(
     r"^\[megatron_ext\] pipeline rank (?P<rank>\d) \(global rank \d\) (?P<what>.+)\n"
-    r"  it was (in (?P<action>[A-Z_]+\d+\.\d+) \(action \d+ of \d+\), )?(?P<detail>.+)"
+    r"  it was (in (?P<action>[A-Z_]+\d+\.\d+(/\d+)?) \(action \d+ of \d+\), )?(?P<detail>.+)"
     r"(\n  not known to be taken: messages to pipeline rank\(s\) \[(?P<owed>[\d, ]+)\])?",
     re.MULTILINE,
 )
@@ -88,9 +88,9 @@ def deadline() -> float:
     return 2 * one + LAST_WORDS_SECONDS + 90.0
 
 
-def middle(name: str, pp: int, rank: int, op: str) -> str | None:
+def middle(name: str, pp: int, rank: int, op: str, slices: int = 1) -> str | None:
     """The action of a kind in the middle of a rank's order, as text."""
-    row = [str(a) for a in plan(name, pp).ranks[rank] if a.op.value == op]
+    row = [str(a) for a in plan(name, pp, slices).ranks[rank] if a.op.value == op]
     return row[len(row) // 2] if row else None
 
 
@@ -112,6 +112,10 @@ def systematic() -> list[Case]:
             cases += [
                 Case("delayed", name, 3, 1, action, s) for s in (0.5, 3 * fault_ranks.LIMIT_SECONDS)
             ]
+    for op in ("F", "B", "W", "SEND_F", "RECV_B", "PREPARE"):
+        action = middle("v-half", 3, 1, op, 3)
+        assert action is not None and "/" in action
+        cases += [Case(kind, "v-half", 3, 1, action, slices=3) for kind in ("kill", "raise")]
     cases += [Case(kind, "v-half", 3, 1, "between") for kind in ("kill", "stop", "raise")]
     cases.append(Case("raise", "v-half", 3, 0, cases[2].action.replace("F1", "F0"), tidy=True))
     return cases
@@ -122,9 +126,9 @@ def drawn(seed: int, count: int) -> list[Case]:
     rng, cases = random.Random(seed), []
     while len(cases) < count:
         name, pp = rng.choice(SCHEDULES), rng.choice((2, 3, 4))
-        rank = rng.randrange(pp)
-        action = str(rng.choice(plan(name, pp).ranks[rank]))
-        op = action.rstrip("0123456789.")
+        rank, slices = rng.randrange(pp), rng.choice((1, 1, 3))
+        action = str(rng.choice(plan(name, pp, slices).ranks[rank]))
+        op = action.rstrip("0123456789./")
         kinds = ["kill", "stop", "raise", "term"]
         if op in ("F", "B", "W", "BW"):
             kinds += ["memory", "hang", "exit"]
@@ -133,7 +137,8 @@ def drawn(seed: int, count: int) -> list[Case]:
         if op in ("OFFLOAD", "RELOAD"):
             kinds += ["bad copy", "stuck copy"]
         seconds = rng.choice((0.3, 1.0, 3 * fault_ranks.LIMIT_SECONDS))
-        cases.append(Case(rng.choice(kinds), name, pp, rank, action, seconds))
+        kind = rng.choice(kinds)
+        cases.append(Case(kind, name, pp, rank, action, seconds, slices=slices))
     return cases
 
 
@@ -208,7 +213,12 @@ class World:
         return [json.loads(path.read_text()) if path.is_file() else None for path in paths]
 
 
-def judge(world: World, good: dict[tuple[str, int], Any]) -> list[str]:
+def key_of(case: Case) -> tuple[str, int, int]:
+    """Of the order that a case runs."""
+    return case.schedule, case.pp, case.slices
+
+
+def judge(world: World, good: dict[tuple[str, int, int], Any]) -> list[str]:
     """What is wrong with how a case ended."""
     case, wrong = world.case, []
     if world.late:
@@ -220,7 +230,7 @@ def judge(world: World, good: dict[tuple[str, int], Any]) -> list[str]:
     if fault_ranks.harmless(case):
         if set(world.statuses.values()) != {0}:
             wrong.append(f"exit statuses {world.statuses} where nothing was wrong")
-        if case.kind != "none" and world.results() != good[case.schedule, case.pp]:
+        if case.kind != "none" and world.results() != good[key_of(case)]:
             wrong.append("other results than without the accident")
         return wrong
     return wrong + _judge_statuses(world) + _judge_reports(world)
@@ -305,16 +315,16 @@ def campaign(
     cases: list[Case], jobs: int, folder: Path, shared: bool
 ) -> tuple[list[dict[str, Any]], int]:
     """Run all cases, ``jobs`` at a time; one entry each, and how many were repeated."""
-    good: dict[tuple[str, int], Any] = {}
-    kept = {(c.schedule, c.pp) for c in cases if c.kind == "delayed"}
-    todo = [Case("none", name, pp, 0, "") for name, pp in sorted(kept)]
+    good: dict[tuple[str, int, int], Any] = {}
+    kept = {key_of(case) for case in cases if case.kind == "delayed"}
+    todo = [Case("none", name, pp, 0, "", slices=slices) for name, pp, slices in sorted(kept)]
     todo += cases
     running: list[tuple[int, World]] = []
     entries, number, repeated = [], 0, 0
     tries: Counter[Case] = Counter()
     while todo or running:
         while todo and len(running) < jobs:
-            if todo[0].kind == "delayed" and (todo[0].schedule, todo[0].pp) not in good:
+            if todo[0].kind == "delayed" and key_of(todo[0]) not in good:
                 break
             running.append((number, World(todo.pop(0), folder / str(number))))
             number += 1
@@ -329,7 +339,7 @@ def campaign(
                 repeated += 1
                 continue
             if case.kind == "none":
-                good[case.schedule, case.pp] = world.results()
+                good[key_of(case)] = world.results()
             if shared and not running and os.listdir("/dev/shm"):
                 wrong.append(f"shared memory was left: {os.listdir('/dev/shm')}")
             when = world.when()

@@ -7,9 +7,10 @@
 
 Each case draws pipeline, data-, tensor- and context-parallel size, schedule, chunks, microbatches,
 an even or uneven split of the layers, dtype, recomputation, offload, MoE layers, multi-token
-prediction, costs, caps (fractions and bytes) and overlaps. The checkout's ``pretrain_gpt.py`` then
-trains on CPU ranks from one checkpoint, once with stock 1F1B and once with the schedule, and every
-step's exact losses are compared: bit for bit, except where the tolerance in the case's line says
+prediction, costs, caps (fractions and bytes), overlaps and slices. The checkout's
+``pretrain_gpt.py`` then trains on CPU ranks from one checkpoint, once with stock 1F1B (in slices:
+with ours) and once with the schedule, and every step's exact losses are compared: bit for bit,
+except where the tolerance in the case's line says
 why not. A line of FILE is one case, with the command that repeats it; a run that is started again
 goes on behind the last one. Results are those of benchmarks/feature_matrix.py; DIFFERENT, FAILED
 and HUNG are defects, and then the exit status is 1.
@@ -129,9 +130,22 @@ def draw(seed: int, number: int, steps: int) -> Case:
         strategies = ("none", "s0", "s1", "s2", "s3", "s4", "auto")
         ours.append(f"--moe-memory-reuse {rng.choice(strategies)}")
         why.append(_CHUNKS)
+    if "context" not in inner_flags and not any("chunks" in flag for flag in ours):
+        slices = _slices(rng)  # last, so that the other draws are as they were
+        ours.append(slices)
+        stock += [f"--pp-schedule 1f1b {slices}"] * bool(slices)
     tolerance = 0.0 if not why else 1e-4 if not dtype else 2e-2
     texts = [" ".join(filter(None, part)) for part in (model, run, stock, ours)]
     return Case(*texts, pp * dp * inner, tolerance, "; ".join(why))
+
+
+def _slices(rng: random.Random) -> str:
+    """Flags that cut sequences of 16 tokens; what runs in slices is compared with 1F1B in the same
+    slices, of which no gradient is added in another order."""
+    if rng.random() < 0.8:
+        return ""
+    even = " --pp-slice-cut even" * (rng.random() < 0.3)
+    return f"--transformer-impl local --pp-slices {rng.choice((2, 3, 4, 7))}{even}"
 
 
 def _widths(rng: random.Random, pp: int) -> tuple[int, int, str]:

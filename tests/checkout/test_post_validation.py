@@ -31,6 +31,7 @@ def compare(serve: Serve, tag: str, folder: Path, setting: str, **case: Any) -> 
         nightly("fp32, plain", (CLIPPED, {"iteration": 2, "rank": 3, "factor": 1e6})),
         ("experts, overlaps", (CLIPPED, {"iteration": 2, "rank": 0, "factor": 1e6})),
         nightly("bf16, overlaps, dropout", (CLIPPED,)),
+        nightly("slices, experts, global loss", (CLIPPED,)),
         nightly("fp16, plain, dropout", (REFUSED, {"iteration": 6, "rank": 2, "factor": "nan"})),
     ],
 )

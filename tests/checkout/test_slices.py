@@ -65,6 +65,7 @@ def close(found: list[float], whole: list[float]) -> bool:
         nightly("gis-h --num-virtual-stages-per-pipeline-rank 2"),
         nightly("v-cap --pp-memory-cap 0.8"),
         nightly("auto"),
+        nightly("auto --pp-memory-cap 1GiB"),
     ],
 )
 def test_losses_of_whole_microbatches(train: Run, schedule: str) -> None:

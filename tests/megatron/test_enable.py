@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.integration.features.schedule.estimate import LENGTHS
 from megatron_ext.plan.estimate import Estimate
@@ -61,6 +62,26 @@ def test_three_models_are_bitwise_stocks(
     assert found.keys() == gradients.keys()
     trained = [name for name in gradients if not name.startswith("reference")]
     assert all(any(gradients[name]) for name in trained)
+
+
+@pytest.mark.parametrize(
+    "case", ["v-half-slices", pytest.param("zb-h1-slices", marks=pytest.mark.matrix)]
+)
+def test_slices_are_bitwise_those_of_one_process(results: Cases, case: str) -> None:
+    """Of models with experts, whose microbatches all have another length; and up to rounding they
+    are whole microbatches. What a loss function returns of every token comes back whole."""
+    ours, sliced, whole = (
+        results[case],
+        *map(results.get, ("one-process-slices", "one-process-whole")),
+    )
+    for what in ("returned", "gradients"):
+        found, exact, close = (merged(ranks, what) for ranks in (ours, sliced, whole))
+        assert found == exact and found.keys() == close.keys() and found != close
+        for name, given in found.items():
+            one, other = (
+                torch.frombuffer(bytearray(b), dtype=torch.float32) for b in (given, close[name])
+            )
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max())), name
 
 
 def test_a_new_number_of_microbatches_does_not_stop_training(results: Cases) -> None:

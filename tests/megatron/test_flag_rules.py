@@ -28,7 +28,7 @@ def value_of(flag: Flag) -> str:
     if flag.choices:
         return flag.choices[-1]
     if flag.least is not None:
-        return str(flag.least)
+        return str(flag.least + 1)
     return "2" if flag.kind in (int, float) else "some"
 
 
@@ -68,6 +68,9 @@ def broken() -> Iterator[tuple[str, list[str], str]]:
             off = next((n for n in flag.needs.any_of if "off" in BY_NAME[n].choices), None)
             if off is not None:
                 yield f"{flag.name} off", [*given, off, "off"], text
+            if flag.needs.idle is not None:
+                idle = [next(iter(flag.needs.any_of)), str(flag.needs.idle)]
+                yield f"{flag.name} off", ["--pp-schedule", "zb-h1", *given, *idle], text
         if flag.excludes is not None:
             other = BY_NAME[flag.excludes[0]]
             yield f"{flag.name} excludes", [*whole, *words_of(other)], f" and {other.name} "

@@ -47,6 +47,7 @@ EQUAL = {
     "v-half-tied-enabled": "stock-tied",
     "v-zb-overlap-bf16-enabled": "stock-overlap-bf16",
     "zb-h1-dropped-in": "stock",
+    "zb-h1-slices-dropped-in": "1f1b-slices",
     # Two copies of one weight add their gradients; with two summands no order differs.
     "v-half-tied": "stock-tied",
 }
@@ -55,7 +56,7 @@ EQUAL = {
 NIGHTLY = (
     *("auto-m3", "interleaved-m3", "zb-h1-overlap-bf16", "1f1b-graphs"),
     *("zb-h1-lengths", "v-half-tied-enabled", "v-zb-overlap-bf16-enabled"),
-    *("zb-h1-enabled", "file-forward-m3", "gis"),
+    *("zb-h1-enabled", "file-forward-m3", "gis", "zb-h1-slices-dropped-in"),
 )
 SAMPLED = sampled(EQUAL, [case for case in EQUAL if case not in NIGHTLY])
 BACKWARD = [case for case in EQUAL if "forward" not in case]

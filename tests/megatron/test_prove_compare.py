@@ -66,7 +66,7 @@ def write(folder, layout, change=lambda rank, what, name, sample, tensor: tensor
                     tensor = part(whole(name, (what, sample, step)), name, place)
                     if what == "B":
                         tensor = tensor * layout.dp * layout.cp
-                    passes.append((what, k, name, change(rank, what, name, sample, tensor)))
+                    passes.append((what, k, 0, name, change(rank, what, name, sample, tensor)))
             rows = 4 // layout.tp
             at = place["tp_rank"] * rows
             own = weight(step)[:, at : at + rows]
@@ -74,7 +74,7 @@ def write(folder, layout, change=lambda rank, what, name, sample, tensor: tensor
                 ("gradient", "w", (0, at, 0), (2, 4, H), change(rank, "gradient", "w", -1, own)),
                 ("weight", "w", (0, at, 0), (2, 4, H), change(rank, "weight", "w", -1, own)),
             ]
-            found = {"place": place, "passes": passes, "values": values}
+            found = {"place": place, "ends": [], "passes": passes, "values": values}
             torch.save(found, folder / f"rank{rank}-step{step}.pt")
 
 
@@ -179,3 +179,26 @@ def test_rounding_is_no_difference_and_exact_has_none(tmp_path):
     arguments = (tmp_path / "run", 1, tmp_path / "one", 1)
     assert compare(*arguments, "double").equal
     assert not compare(*arguments, "exact").equal
+
+
+def test_slices_have_names_and_lengths_of_their_own(tmp_path):
+    """Of 5 and 3 tokens; what the model gets and its losses are the whole sequence's."""
+    tokens, ends = torch.arange(S)[None], (5, S)
+    for name in ("one", "run"):
+        write(tmp_path / name, Layout())
+        file = tmp_path / name / "rank0-step1.pt"
+        found = torch.load(file)
+        passes = [
+            (what, j, k, name, whole)
+            for j in range(M)
+            for k, (begin, end) in enumerate(((0, 5), ends))
+            for what, name, whole in (
+                ("F", "tokens", tokens),
+                ("F", "layer 1", torch.full((end - begin, 1, H), float(j + k), dtype=torch.double)),
+            )
+        ]
+        torch.save({**found, "passes": passes, "ends": list(ends)}, file)
+    made = compare(tmp_path / "run", 1, tmp_path / "one", 1, "exact")
+    assert made.equal and made.tensors == 4 * M + 2 and not made.skipped
+    second = read(tmp_path / "run", 1, 1).wholes[Key("F", "layer 1, slice 1", 1)].tensor
+    assert second.shape == (3, 1, H) and second.unique().tolist() == [2.0]

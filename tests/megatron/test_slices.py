@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,10 +15,18 @@ import torch
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.schedule.slice_count import with_slices
 from megatron_ext.integration.features.slices import Slices
-from megatron_ext.integration.features.slices.carry import Carry, Held, Slicing, hooks
-from megatron_ext.integration.features.slices.run import Batches, _require_attention, added
-from megatron_ext.schedule import Costs
+from megatron_ext.integration.features.slices.carry import KEYS, Carry, Held, attended, hooks
+from megatron_ext.integration.features.slices.run import (
+    Batches,
+    SlicedPasses,
+    _require_attention,
+    added,
+)
+from megatron_ext.integration.features.slices.state import Cuts, Slicing
+from megatron_ext.integration.features.slices.wanted import Wanted
+from megatron_ext.schedule import NAMES, Costs
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
 
@@ -49,7 +59,7 @@ class TestFlags:
 
     @pytest.mark.parametrize("rule", Slices.conflicts, ids=lambda rule: rule.flag)
     def test_conflicts(self, rule: Any) -> None:
-        values: dict[str, Any] = {rule.attribute: 2}
+        values: dict[str, Any] = {rule.attribute: list(rule.values) or 2}
         if rule.beside:
             values[rule.beside.removeprefix("--").replace("-", "_")] = True
         with pytest.raises(ConfigError, match=f"--pp-slices 4 does not support {rule.flag}"):
@@ -58,9 +68,6 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("changed", "words"),
         [
-            ({"pp_slices": 0}, "--pp-slices must be 1 or more, got 0"),
-            ({"pp_slice_cut": "odd"}, "--pp-slice-cut must be one of balanced, even, got 'odd'"),
-            ({"pp_slices": None, "pp_slice_cut": "even"}, "is for --pp-slices of 2 or more"),
             ({"pp_slices": 65}, "a sequence of 64 tokens does not make 65 slices"),
             ({"seq_length": 62, "tensor_model_parallel_size": 4, "sequence_parallel": True},
              "does not make 4 slices of multiples of 4"),
@@ -70,10 +77,50 @@ class TestFlags:
         with pytest.raises(ConfigError, match=words):
             checked(**changed)
 
-    def test_caps_in_bytes(self) -> None:
-        args = arguments(seq_length=64, hidden_size=32, pp_slices=4)
-        run = Run(args, "0.19.0", request=ScheduleRequest.of("v-cap", None, "4GiB"))
-        with pytest.raises(ConfigError, match="as a fraction of 1F1B's peak"):
+    def test_old_versions_predict_one_token(self) -> None:
+        args = arguments(seq_length=64, hidden_size=32, pp_slices=4, mtp_num_layers=1)
+        for version, fits in (("0.17.1", True), ("0.16.1", False)):
+            run = Run(args, version, request=ScheduleRequest.of("v-half"))
+            refused = pytest.raises(ConfigError, match="--mtp-num-layers 1 on megatron-core 0.16.1")
+            with contextlib.nullcontext() if fits else refused:
+                Slices().check(run)
+
+    def test_auto_makes_steps_short(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Few long microbatches are cut, many or short ones are not; under a cap that whole
+        microbatches do not keep slices may."""
+        sizes = {"seq_length": 65536, "hidden_size": 4096, "pp_slices": "auto", "rank": 0}
+        long, short = sizes, sizes | {"seq_length": 512}
+
+        def chosen(
+            name: str,
+            microbatches: int,
+            given: dict[str, Any],
+            cap: str | None = None,
+            names: Sequence[str] = NAMES,
+        ) -> int:
+            args = arguments(pipeline_model_parallel_size=4, micro_batch_size=1, **given)
+            run = Run(args, "0.19.0", request=ScheduleRequest.of(name, None, cap))
+            Slices().check(run)
+            assert run.request is not None and len(run.request.cuts) == 4
+            with caplog.at_level("INFO", logger="megatron_ext"):
+                request = with_slices(args, run.request, microbatches, names)
+            assert request.cuts == () and (request.cut is None) == (args.pp_slices == 1)
+            return int(args.pp_slices)
+
+        assert chosen("v-half", 4, long) in (4, 8)
+        assert "slices a microbatch: a step takes" in caplog.text
+        assert chosen("v-half", 4, short) == 1 == chosen("v-half", 200, long)
+        assert "whole microbatches are fastest" in caplog.text
+        assert chosen("v-cap", 4, long, "0.25") in (8, 16)  # waits are long there
+        assert chosen("auto", 8, long, "0.5", ("1f1b", "zb-h1")) in (4, 8)
+        assert "whole ones do not keep the cap" in caplog.text
+        with pytest.raises(ConfigError, match="auto: no number of slices keeps the cap"):
+            chosen("auto", 8, long, "0.1", ("1f1b", "zb-h1"))
+
+    def test_trainers_give_a_number(self) -> None:
+        args = arguments(pp_slices="auto")
+        run = Run(args, "0.19.0", library=True, request=ScheduleRequest.of("v-half"))
+        with pytest.raises(ConfigError, match="auto chooses by the microbatches and tokens"):
             Slices().check(run)
 
     def test_pairs_have_no_slices(self) -> None:
@@ -128,12 +175,14 @@ class TestCarry:
             assert torch.allclose(weight.grad, one, rtol=1e-12)
 
     def test_what_is_held_goes_with_the_first_slice(self) -> None:
-        slicing, module = Slicing(Cut((2, 4), Fraction(0))), object()
+        slicing, module = Slicing(), object()
+        cuts = Cuts(lambda tokens: Cut((2, 4), Fraction(0)), 4)
         first, second = units_of([2])
         keys = torch.zeros(2, 1, 1, 4)
         for unit in (first, second):
-            with slicing.at(0, unit):
-                keys_so_far, _ = slicing.attended(module, keys, keys)
+            with slicing.at(cuts, 0, unit, first=True):
+                keys_so_far, _ = attended(slicing, module, keys, keys)
+                assert slicing.calls(KEYS) == 1
             assert len(keys_so_far) == 2 * (unit.slice + 1)
         assert slicing.left == 1 and slicing.now is None
         slicing.ended(1, 0)
@@ -145,18 +194,19 @@ class TestCarry:
         """With the name that its kernels know; outside of slices what it got before."""
         from megatron.core.transformer.enums import AttnMaskType
 
-        slicing, seen = Slicing(Cut((2, 4), Fraction(0))), []
+        slicing, seen = Slicing(), []
+        cuts = Cuts(lambda tokens: Cut((2, 4), Fraction(0)), 4)
 
         def original(self: Any, q: Any, k: Any, v: Any, mask: Any, kind: Any) -> Any:
             seen.append((len(k), mask, kind))
 
-        (attention, *_) = hooks(slicing, "transformer_engine")
+        (attention, *_) = hooks(slicing, ["transformer_engine"])
         forward = attention.make(original)
         x = torch.zeros(2, 1, 1, 4)
         forward("module", x, x, x, "mask", AttnMaskType.causal)
-        with slicing.at(0, units_of([2])[0]):
+        with slicing.at(cuts, 0, units_of([2])[0], first=True):
             forward("module", x, x, x, "mask", AttnMaskType.causal)
-        with slicing.at(0, units_of([2])[1]):
+        with slicing.at(cuts, 0, units_of([2])[1], first=True):
             forward("module", x, x, x, "mask", AttnMaskType.causal)
         right = AttnMaskType.causal_bottom_right
         assert seen == [(2, "mask", AttnMaskType.causal), (2, None, right), (4, None, right)]
@@ -193,14 +243,35 @@ def test_layers_that_are_not_cut_are_refused() -> None:
         _require_attention(SimpleNamespace(encoder=1), 0)
 
 
-def test_a_call_of_another_length_is_refused() -> None:
-    from megatron_ext.integration.features.slices.run import SlicedPasses
-
-    passes = SlicedPasses(Cut((2, 4), Fraction(0)), "local")
-    call = SimpleNamespace(batch=(8, 1), shape=(8, 1, 32))
-    step = SimpleNamespace(training=True, call=call)
-    with pytest.raises(ConfigError, match="cuts sequences of 4 tokens, .* this call has 8"):
+def test_every_call_is_cut_for_its_own_length() -> None:
+    """Sequences of one call are alike; those of the next one may be longer."""
+    passes = SlicedPasses(Wanted(2, even=True), ["local"])
+    config = SimpleNamespace(hidden_size=32, sequence_parallel=False)
+    iteration = SimpleNamespace(config=config)
+    step = SimpleNamespace(training=True)
+    for tokens, shape in ((8, (4, 1, 32)), (12, (6, 1, 32)), (7, None)):
+        step.call = SimpleNamespace(batch=(tokens, 1), shape=(tokens, 1, 32), iteration=iteration)
+        step.shape = step.call.shape
         passes.begin(step)  # type: ignore[arg-type]
-    step.training = False
+        assert step.shape == shape and step.call.shape == (tokens, 1, 32)
+    step.shape, step.training = (1, 2, 3), False
     passes.begin(step)  # type: ignore[arg-type]
-    assert call.shape == (8, 1, 32)
+    assert step.shape == (1, 2, 3)
+
+
+def test_every_microbatch_is_cut_for_its_own_length() -> None:
+    slicing, cuts = Slicing(), Cuts(lambda n: Cut((n // 2, n), Fraction(0)), 4)
+    first, second, *_, other = units_of([2, 2])
+    spans = []
+    for unit in (first, second, other):
+        with slicing.at(cuts, 0, unit, first=True):
+            slicing.sequence(10 if unit.microbatch else 6)
+            spans.append(slicing.span)
+    with slicing.at(cuts, 0, second, first=False):
+        spans.append(slicing.span)  # its B is not told
+    assert spans == [(0, 3), (3, 6), (5, 10), (3, 6)]
+    with slicing.at(cuts, 1, first, first=True):
+        assert slicing.span == (0, 2)  # of a stage that gets no tokens
+        keys = torch.zeros(3, 1, 1, 4)
+        with pytest.raises(ConfigError, match="slice 0/0 has tokens 0 to 2 of 4, but a layer has"):
+            attended(slicing, object(), keys, keys)

@@ -19,6 +19,7 @@ from ..link import Link, LinkTimes
 from ..schedule import Schedule
 from ..simulate import run_times, simulate
 from ..tasks import sources
+from ..units import Unit, UnitCosts, peaks
 from .placing import ActivationSet, Passes, Placing
 
 Row = tuple[AnyAction, ...]
@@ -108,7 +109,6 @@ def offload(
         ValueError: ``chunks`` out of range, or the link is for another number of ranks or stages.
         ScheduleError: the order of the passes cannot progress.
     """
-    schedule.require_whole("offload")
     base = schedule.compute()
     if costs is not None:
         base = replace(base, costs=costs)
@@ -135,12 +135,19 @@ class _Planner:
 
     def __init__(self, base: Schedule, link: Link, times: LinkTimes) -> None:
         self.base, self.link, self.times = base, link, times
+        # Copies take their time of a unit's share, as passes do; a whole set is 1 without units.
+        self.units: Sequence[UnitCosts] | None = None
+        self.whole = 1
+        if base.has_units:
+            self.units, self.whole = base.unit_costs()
         self.passes = list(map(Passes, *run_times(base, times.durations)))
         # A set that comes back between an F and a B needs the time between them. Those of the last
         # stage have not the time to travel, and their logits may take long.
         items = (item for rank in range(base.pp) for item in self._sets_of(rank))
         margin = max((item.h2d for item in items if item.travels), default=0)
-        self.passes = _late_forwards(base, self.passes, times.durations, margin)
+        hop = times.durations.hop * self.whole
+        durations = times.durations._replace(hop=hop)
+        self.passes = _late_forwards(base, self.passes, durations, margin)
         self.sets = [self._sets_of(rank) for rank in range(base.pp)]
         groups: dict[int, list[int]] = {}
         for rank in range(base.pp):
@@ -160,13 +167,22 @@ class _Planner:
                 i,
                 passes.end[first[stage, j]],
                 passes.start[i],
-                self.times.to_host[stage],
-                self.times.to_device[stage],
+                self.times.to_host[stage] * self._size(j),
+                self.times.to_device[stage] * self._size(j),
             )
             for i, action in enumerate(row)
             for op, stage, j in action.parts
             if (op is Op.B or op is Op.BW) and (stage, j) in first
         ]
+
+    def _size(self, unit: int) -> int:
+        """Of a unit's set, in parts of a whole one."""
+        return 1 if self.units is None else self.units[unit].size
+
+    def _peaks(self, group: Sequence[int], placing: Placing) -> list[int]:
+        """Most on the device of each rank, in parts of a whole set."""
+        rows = [self.row(rank, placing) for rank in group]
+        return peak_sets(rows) if self.units is None else peaks(rows, self.units)
 
     def _by_lifespan(self, rank: int) -> list[int]:
         """The rank's stages, longest mean lifespan first, the earlier stage of equals."""
@@ -181,12 +197,8 @@ class _Planner:
             stage: min(max(chunks - place, Fraction(0)), Fraction(1))
             for place, stage in enumerate(self.order[rank])
         }
-        return [
-            item
-            for item in self.sets[rank]
-            if _count(share[item.stage], item.microbatch + 1)
-            > _count(share[item.stage], item.microbatch)
-        ]
+        slices = self.base.slices
+        return [i for i in self.sets[rank] if _is_in(share[i.stage], i.microbatch, slices)]
 
     def attempts(
         self, group: Sequence[int], chunks: Fraction, slack: int, pace: Fraction = Fraction(1)
@@ -248,7 +260,7 @@ class _Planner:
         best: tuple[int, Placing] | None = None
         for chunks in self._shares(limit):
             for placing in self.attempts(group, chunks, slack):
-                over = max(peak_sets([self.row(rank, placing) for rank in group])) - most_sets
+                over = max(self._peaks(group, placing)) - most_sets * self.whole
                 if best is None or over < best[0]:
                     best = over, placing
                 if over <= 0:
@@ -272,8 +284,8 @@ class _Planner:
 
     def _score(self, group: Sequence[int], placing: Placing) -> tuple[int, int, int]:
         """Lower is better: the highest peak of the group, all its peaks, then more sets."""
-        peaks = peak_sets([self.row(rank, placing) for rank in group])
-        return max(peaks), sum(peaks), -len(placing.placed)
+        held = self._peaks(group, placing)
+        return max(held), sum(held), -len(placing.placed)
 
     def _load(self, group: Sequence[int], chunks: Fraction) -> Fraction:
         """The share of its time, maybe more than 1, that the link of ``group`` is asked for."""
@@ -342,7 +354,7 @@ def _late_forwards(
         op, stage, j = parts[0]
         if op is Op.F and len(parts) == 1:
             until = [due.get(parts[0], run[rank].end[i]), *late[rank][i + 1 : i + 2]]
-            late[rank][i] = at = min(until) - durations.forward[stage]
+            late[rank][i] = at = min(until) - (run[rank].end[i] - run[rank].start[i])
         for op, stage, j in parts:
             for kind, other, lag in sources(op, stage, base.placement, durations, base.vocabulary):
                 needed = Action(kind, other, j)
@@ -355,6 +367,14 @@ def _late_forwards(
     return found
 
 
-def _count(share: Fraction, microbatches: int) -> int:
-    """How many of the first ``microbatches`` are in an evenly spread ``share`` of all."""
-    return int(share * microbatches)
+def _is_in(share: Fraction, unit: int, slices: Sequence[int]) -> bool:
+    """True if a unit is in an evenly spread ``share`` of all; of a microbatch's slices the first
+    ones are, whose sets live longest.
+
+    Args:
+        slices: of every microbatch; empty: a unit is one.
+    """
+    number, begin, count = 0, int(unit), 1
+    if isinstance(unit, Unit):
+        number, begin, count = unit.slice, begin - unit.slice, slices[unit.microbatch]
+    return number < int(share * (begin + count)) - int(share * begin)

@@ -33,7 +33,10 @@ from megatron.core.pipeline_parallel import (  # noqa: E402
     schedules,
 )
 
+from megatron_ext.integration.features.slices import alone  # noqa: E402
+from megatron_ext.integration.features.slices.wanted import Wanted  # noqa: E402
 from megatron_ext.integration.utils import unwrapped  # noqa: E402
+from megatron_ext.integration.versions import megatron_version  # noqa: E402
 from megatron_ext.schedule import Costs, generate  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, VOCAB, global_names, to_bytes  # noqa: E402
@@ -97,6 +100,23 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "stock-wide": {"pp": 2, "world": 2, "wide": True},
     "zb-h1-wide": {"pp": 2, "world": 2, "schedule": "zb-h1", "wide": True},
+    "one-process-slices": {"pp": 1, "world": 1, "config": EXPERTS, "alone": 3},
+    "one-process-whole": {"pp": 1, "world": 1, "config": EXPERTS},
+    "v-half-slices": {
+        "pp": 2,
+        "world": 2,
+        "config": EXPERTS,
+        "schedule": "v-half",
+        "chunks": 2,
+        "options": {"slices": 3},
+    },
+    "zb-h1-slices": {
+        "pp": 2,
+        "world": 2,
+        "config": EXPERTS,
+        "schedule": "zb-h1",
+        "options": {"slices": 3, "slice_cut": "balanced"},
+    },
     "users-weights": {
         "pp": 2,
         "world": 2,
@@ -203,6 +223,8 @@ def trained(
     logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
     if "schedule" in case:
         megatron_ext.enable(schedule, **case.get("options", {}))
+    if "alone" in case:
+        alone.install(Wanted(case["alone"], even=False), megatron_version())
     gpt_cases.initialize(case["pp"], chunks)
     models = {name: build(case, hidden) for name, hidden in models_of.items()}
     step, last = get_forward_backward_func(), parallel_state.is_pipeline_last_stage()

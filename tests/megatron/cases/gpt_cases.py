@@ -118,6 +118,14 @@ CASES: dict[str, dict[str, Any]] = {
         "door": "enable",
     },
     "zb-h1-dropped-in": {"pp": 4, "schedule": "zb-h1", "door": "forward_backward_func"},
+    # In slices, offloaded too, through both doors.
+    "1f1b-slices": {"pp": 4, "schedule": "1f1b", "door": "enable", "options": {"slices": 3}},
+    "zb-h1-slices-dropped-in": {
+        "pp": 4,
+        "schedule": "zb-h1",
+        "door": "forward_backward_func",
+        "options": {"slices": 3, "offload": "full", "offload_time": "0.1"},
+    },
     # Captured in the first step, replayed in two, with an evaluation before each.
     "1f1b-graphs": {"pp": 4, "schedule": "1f1b", "graphs": True},
     "interleaved-graphs": {"pp": 4, "schedule": "interleaved", "chunks": 2, "graphs": True},

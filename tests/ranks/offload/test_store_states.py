@@ -175,6 +175,23 @@ def test_memory_that_somebody_else_holds_is_reported(make_engine):
     store.finish(KEY)
 
 
+def test_what_outlives_a_set_stays(make_engine):
+    """A part of it that is saved is never copied; memory that nobody has named so is."""
+    store = make_store(make_engine)
+    kept, copied = (torch.zeros(2 * ROWS, HIDDEN) for _ in range(2))
+    store.stays(kept)
+    with store.saving(KEY):
+        x = tensor(ROWS, HIDDEN)
+        y = (x * kept[:ROWS]).sum() + (x * copied[:ROWS]).sum()
+    assert store.statistics.kept_bytes["held elsewhere"] == 4 * ROWS * HIDDEN
+    leave(store)
+    assert store.away() == [KEY]
+    come_back(store)
+    assert store.away() == []
+    y.backward()
+    store.finish(KEY)
+
+
 def test_an_input_without_storage_gets_its_gradient():
     x = tensor(ROWS, HIDDEN)
     pointer = x.data_ptr()

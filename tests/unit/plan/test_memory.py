@@ -220,6 +220,31 @@ def test_offloaded_sets_are_on_the_host():
     assert [rank.host // 1000 for rank in found] == run.transfers.peak_host_sets
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
+def test_slices_count_their_shares(name):
+    """Of sets that grow, too; and what they share, from a microbatch's first F to its last B."""
+    this, whole = job(), generate(name, 4, 3)
+    stages = stage_bytes(this, even_split(8, 4 * whole.chunks))
+    keys = stages[0].sets.carried
+    assert keys == 8 // (4 * whole.chunks) * 2 * 2 * 4096 * 4096  # 16 bits, keys and values
+    assert stages[0].sets.carried_back == 2 * keys
+    plain = [one._replace(sets=SetBytes(1200, 1800)) for one in stages]
+    units = tuple((Fraction(n, 6),) * 4 for n in (3, 2, 1))
+    schedule = generate(name, 4, 3, slices=3, costs=Costs(units=units * 3), effort=0)
+    cap = ShareCap(Fraction(1), growth(plain))
+    found = rank_bytes(schedule, plain, 0)
+    # A slice's B and the growth of its set count beside each other there, not in the cap.
+    assert max(rank.kept for rank in found) <= cap.needed(schedule) * schedule.chunks * 1200
+    assert max(rank.kept for rank in found) < max(
+        rank.kept for rank in rank_bytes(whole, plain, 0)
+    )  # fmt: skip
+    shared = [one._replace(sets=SetBytes(0, 0, carried=100, carried_back=200)) for one in stages]
+    every = rank_bytes(schedule, shared, 0)
+    assert rank_bytes(whole, shared, 0)[0].kept == 0
+    # On the last rank's last stage one microbatch is on its way back at a time.
+    assert 300 <= every[-1].kept <= 3 * 300 * schedule.chunks and every[0].kept % 100 == 0
+
+
 def test_a_v_has_both_ends_on_rank_0():
     this = job("--untie-embeddings-and-output-weights --vocab-size 128000")
     words = this.padded_vocab_size * this.hidden_size * 2

@@ -14,6 +14,7 @@ from megatron_ext.schedule import (
     NAMES,
     Costs,
     Link,
+    Placement,
     Schedule,
     ScheduleError,
     check,
@@ -24,14 +25,16 @@ from megatron_ext.schedule import (
     save,
     simulate,
 )
-from megatron_ext.schedule.actions import Op
+from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import replay
 from megatron_ext.schedule.generators.blocks import VEES, named_block
 from megatron_ext.schedule.generators.sliced import stamped
 from megatron_ext.schedule.io import from_json, to_csv
 from megatron_ext.schedule.jitter import jitter
+from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.network import Network
+from megatron_ext.schedule.select import ScheduleSpec, select
 from megatron_ext.schedule.tasks import Tasks
 from megatron_ext.schedule.units import SHARE, UnitCosts, shares_of, slice_costs, units_of
 
@@ -355,11 +358,74 @@ class TestChecks:
         assert refused > 100
 
 
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "zb-h1"])
+@pytest.mark.parametrize("attention", [0, Fraction(1, 2)])
+def test_sets_of_slices_are_offloaded(name: str, attention: Fraction) -> None:
+    """Each travels for its share of a set's time, and no pass waits; memory is their sum."""
+    p, m, count = 4, 5, 3
+    costs = Costs(units=shares_of((count,) * m, Fraction(attention), False, None))
+    schedule = generate(name, p, m, slices=count, costs=costs, effort=0)
+    assert schedule.has_units
+    before = simulate(schedule)
+    plan = offload_pass(schedule, Link.of(p, "0.1"), "auto")
+    check(lower(plan.schedule))
+    run = simulate(plan.schedule)
+    assert run.makespan == before.makespan and plan.stall == 0 and sum(map(sum, plan.moved)) > 40
+    assert sum(run.peak_activation) < sum(before.peak_activation)
+    assert run.transfers is not None and max(run.peak_host_activation) > 0
+    sizes, whole = schedule.unit_costs()
+    durations = Costs().durations(schedule.placement)
+    for row in run.transfers.copies:
+        for copy in row:
+            unit = copy.action.microbatch
+            assert str(copy.action).endswith(f"{unit.microbatch}/{unit.slice}")  # type: ignore[attr-defined]
+            share = Fraction(sizes[unit].size, whole)
+            chunk = sum(part[copy.action.stage] for part in durations[:3])
+            expected = share * Fraction(chunk, durations.scale) / 10
+            assert Fraction(copy.end - copy.start, run.scale) == expected
+    # What moves of a part of the sets are the first slices, which live longest.
+    half = offload_pass(schedule, Link.of(p, "0.1"), Fraction(1, 3))
+    moved = [a for row in half.schedule.ranks for a in row if a.op is Op.OFFLOAD]
+    assert {action.microbatch.slice for action in moved} == {0}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["v-cap", "auto"])
+def test_a_cap_under_which_sets_grow(name: str) -> None:
+    """Kept in bytes; cut microbatches idle less under it than whole ones do."""
+    cap = ShareCap(Fraction(1, 2), growth=Fraction(5, 4))
+    spec = ScheduleSpec(name, 4, 4, 2, cap=cap, effort=0, names=("v-half", "v-cap", "zb-h1"))
+    whole, cut = select(spec), select(replace(spec, slices=(4,) * 4))
+    for found in (whole, cut):
+        assert cap.fits(found.schedule) and cap.needed(found.schedule) <= 2
+    assert simulate(cut.schedule).bubble < simulate(whole.schedule).bubble / 2
+    tight = replace(cap, share=Fraction(1, 4))
+    assert not tight.fits(cut.schedule)
+
+
+def test_a_set_on_its_way_frees_its_share() -> None:
+    """By hand: two slices of 2/3 and 1/3; both are away at once, then the second comes back."""
+    costs = Costs(units=(*[(Fraction(k, 3),) * 4 for k in (2, 1)],))
+    row = """F0.0/0 OFFLOAD0.0/0 F0.0/1 OFFLOAD0.0/1 RELEASE0.0/0 RELEASE0.0/1 PREPARE0.0/1
+    RELOAD0.0/1 BW0.0/1 PREPARE0.0/0 RELOAD0.0/0 BW0.0/0"""
+    units = {str(unit): unit for unit in units_of([2])}
+    actions = tuple(Action.parse(text, units) for text in row.split())
+    one, link = Placement.loop(1), Link.of(1, "0.1")
+    schedule = Schedule("file", one, 1, (actions,), costs, link=link, slices=(2,))
+    assert schedule.peak_activation() == [1] and schedule.peak_host_activation() == [1]
+    assert simulate(schedule).peak_host_activation == [1]
+    run = simulate(schedule)
+    shown = [(Fraction(time, run.scale), memory) for time, memory in run.memory_curve(0)]
+    # F's until 2/3 and 1, while a copy of 0.2 leaves; another of 0.1; then 0.1 back, BW of 2/3,
+    # 0.2 back, BW of 4/3.
+    third = Fraction(1, 3)
+    expected = [(0, 2 * third), (2 * third, 1), (1, third), (Fraction("1.1"), third)]
+    assert shown == [*expected, (28 * third / 5, 2 * third), (Fraction("3.4"), 0)]
+
+
 def test_what_takes_whole_microbatches_says_so() -> None:
     """Nothing is computed as if slices were microbatches."""
     schedule = generate("v-zb", 2, 2, slices=2, effort=0)
     for what in (
-        lambda: offload_pass(schedule, Link.of(2, "0.2"), "full"),
         lambda: jitter(schedule, 0.1),
         lambda: to_csv(schedule),
     ):

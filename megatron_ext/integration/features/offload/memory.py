@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,25 @@ from ....offload.sets import Footprint
 from ....schedule.actions import Action, Op, Operation
 from ....schedule.effects import FREES, passes, peak
 from ....schedule.schedule import Schedule
+from ....schedule.units import Unit
 from ...host_memory import memory_on_hosts as memory_on_hosts  # for sets.py
 
-# The largest set seen so far of each model chunk.
-Footprints = Mapping[int, Footprint]
+Part = tuple[int, int]  # (model chunk, slice of a microbatch)
+# The largest set seen so far of each part.
+Footprints = Mapping[Part, Footprint]
+
+
+def part_of(chunk: int, unit: int) -> Part:
+    """Whose sets are alike: those of one slice of every microbatch in one chunk."""
+    return chunk, unit.slice if isinstance(unit, Unit) else 0
+
+
+def of_chunks(footprints: Footprints, of: Callable[[Footprint], int]) -> dict[int, int]:
+    """Bytes of the set of a whole microbatch, by model chunk."""
+    found: dict[int, int] = {}
+    for (chunk, _), footprint in footprints.items():
+        found[chunk] = found.get(chunk, 0) + of(footprint)
+    return found
 
 
 def device_bytes(plan: Schedule, rank: int, footprints: Footprints) -> int:
@@ -24,7 +39,8 @@ def device_bytes(plan: Schedule, rank: int, footprints: Footprints) -> int:
     offloaded = {action[1:] for action in row if action.op is Op.OFFLOAD}
 
     def change(action: Action) -> int:
-        f = footprints.get(plan.placement.chunk_of(action.stage), Footprint())
+        chunk = plan.placement.chunk_of(action.stage)
+        f = footprints.get(part_of(chunk, action.microbatch), Footprint())
         if action.op in FREES:
             return -(f.reloaded if action[1:] in offloaded else f.device)
         changes: dict[Operation, int]
@@ -39,7 +55,8 @@ def host_bytes(plan: Schedule, rank: int, footprints: Footprints) -> int:
     moves = []
     for op, stage, microbatch in passes(plan.ranks[rank]):
         if op is Op.OFFLOAD or op is Op.RELOAD:
-            footprint = footprints.get(plan.placement.chunk_of(stage), Footprint())
+            part = part_of(plan.placement.chunk_of(stage), microbatch)
+            footprint = footprints.get(part, Footprint())
             moves.append(((stage, microbatch), footprint.host))
     return arena_bytes(moves)
 

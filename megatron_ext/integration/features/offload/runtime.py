@@ -132,7 +132,7 @@ class Offloading(Callback):
                 models,
                 self._policy,
                 peaks[rank] if peaks else 0,
-                least_bytes(models, config, step.call.shape, self._policy),
+                least_bytes(models, config, step.shape, self._policy),
                 step.call.groups,
             )
         self._sets.store.reset_peaks()
@@ -163,7 +163,7 @@ class Offloading(Callback):
         if not self._assumed:
             return
         assert self._setup is not None and self._sets is not None
-        bytes_of = {chunk: footprint.host for chunk, footprint in self._sets.footprints.items()}
+        bytes_of = self._sets.of_chunks(lambda footprint: footprint.host)
         self._inputs.link = measure.link(
             self._setup, step.plan.placement, step.rank, durations, bytes_of, step.call.groups
         )
@@ -203,9 +203,12 @@ class Offloading(Callback):
     def will_offload(self, key: Key) -> bool:
         return self._plan is not None and key in self._plan[1]
 
-    def sets_on_host(self) -> int:
-        store = None if self._sets is None else self._sets.store
-        return 0 if store is None else len(store) - store.device_sets()
+    def stays(self, tensor: torch.Tensor) -> None:
+        if self._sets is not None:
+            self._sets.store.stays(tensor)
+
+    def on_host(self) -> list[Any]:
+        return [] if self._sets is None else self._sets.store.away()
 
     # --- the rest ---
 
@@ -227,7 +230,7 @@ class Offloading(Callback):
     def _set_bytes(self) -> dict[int, int]:
         """By model chunk, device bytes of a set from F to B if it is not offloaded."""
         assert self._sets is not None
-        return {chunk: footprint.device for chunk, footprint in self._sets.footprints.items()}
+        return self._sets.of_chunks(lambda footprint: footprint.device)
 
     def _rates(self) -> tuple[float, float] | None:
         """Bytes/s to the host and back; None if they were not measured."""
@@ -254,12 +257,12 @@ class Offloading(Callback):
         link = self._inputs.link
         assert self._setup is not None and link is not None
         report = self._report(plan)
-        sets = plan.pp * plan.chunks * plan.microbatches
+        sets = plan.pp * plan.chunks * len(plan.units)
         return (
             f"offload{', until it is measured' if self._assumed else ''}: "
             f"{sum(report.offloaded_sets)} of {sets} activation sets a step are offloaded; at "
-            f"most {max(report.peak_sets) / plan.chunks:.4g} microbatches on a device, "
-            f"{max(report.peak_host_sets, default=0) / plan.chunks:.4g} of a rank on the host; "
+            f"most {float(max(plan.peak_activation())):.4g} microbatches on a device, "
+            f"{float(max(plan.peak_host_activation())):.4g} of a rank on the host; "
             "transfer "
             f"{self._setup.policy.value} ({self._setup.why}); one set of each stage "
             f"takes so much of its chunk's F+B+W each way "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,7 @@ class RankSets:
         groups: of the call.
 
     Attributes:
-        footprints: by model chunk, the largest of the sets seen so far.
+        footprints: by model chunk and slice, the largest of the sets seen so far.
 
     Raises:
         ConfigError: the hosts lack the memory.
@@ -69,7 +69,7 @@ class RankSets:
             min_bytes=smallest(),
             keep=self._filter,
         )
-        self.footprints: dict[int, Footprint] = {}
+        self.footprints: dict[memory.Part, Footprint] = {}
         self._refused = 0
 
     @contextmanager
@@ -79,14 +79,15 @@ class RankSets:
             self._filter.reset()
         with self.store.saving(key):
             yield
-        known = self.footprints.get(key[0], Footprint())
-        self.footprints[key[0]] = known.union(self.store.footprint(key))
+        part = memory.part_of(*key)
+        known = self.footprints.get(part, Footprint())
+        self.footprints[part] = known.union(self.store.footprint(key))
 
     def move(self, op: Op, key: Key) -> None:
         """OFFLOAD, RELEASE, PREPARE or RELOAD."""
         if op is Op.OFFLOAD:
             with as_config_error():
-                self.store.offload(key, self.footprints[key[0]].host)
+                self.store.offload(key, self.footprints[memory.part_of(*key)].host)
         else:
             getattr(self.store, op.value.lower())(key)
 
@@ -127,6 +128,10 @@ class RankSets:
     def device_bytes(self, plan: Schedule, rank: int) -> int:
         """The most that the sets take on the device under ``plan``."""
         return memory.device_bytes(plan, rank, self.footprints)
+
+    def of_chunks(self, of: Callable[[Footprint], int]) -> dict[int, int]:
+        """Bytes of the set of a whole microbatch, by model chunk."""
+        return memory.of_chunks(self.footprints, of)
 
     def close(self) -> None:
         """End copy threads, unpin memory, remove the hooks of the models' modules."""

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from ....runtime.wgrad import WeightGradStore
+from ...measuring import place_of
 
 
 class SetSizes:
     """Counts what the first microbatch's set of each chunk keeps alive, in bytes.
 
-    Storages count once and whole, those of parameters and buffers not at all.
+    Storages count once and whole, those of parameters and buffers not at all. Slices of the
+    microbatch add up, without what they share.
 
     Args:
         models: of this rank, by chunk.
@@ -36,17 +38,22 @@ class SetSizes:
 
     def forward(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
         """After F; ``output`` still has its history."""
-        if microbatch != 0:
+        if place_of(microbatch)[0] != 0:
             return
         # A graph that will not be looked into is no reason to end training.
         with contextlib.suppress(RuntimeError):
-            self.until_b[chunk] = self._bytes(_saved(output))
+            self.until_b[chunk] = self.until_b.get(chunk, 0) + self._bytes(_saved(output))
 
     def postponed(self, chunk: int, microbatch: int) -> None:
         """Between B and W."""
-        tensors = self._store.tensors((chunk, microbatch)) if microbatch == 0 else None
+        first = place_of(microbatch)[0] == 0
+        tensors = self._store.tensors((chunk, microbatch)) if first else None
         if tensors is not None:
-            self.until_w[chunk] = self._bytes(tensors)
+            self.until_w[chunk] = self.until_w.get(chunk, 0) + self._bytes(tensors)
+
+    def stays(self, tensor: torch.Tensor) -> None:
+        """A tensor outlives the sets that keep parts of it."""
+        self._own.add(tensor.untyped_storage().data_ptr())
 
     def _bytes(self, tensors: Sequence[torch.Tensor]) -> int:
         sizes: dict[int, int] = {}

@@ -150,7 +150,7 @@ class Schedule(Feature):
         if run.library:
             require_named(run)
         else:
-            run.request = before_megatron(run.args, run.request, run.profile)
+            run.request = before_megatron(run)
 
     def check_derived(self, run: Run) -> None:
         if run.request is not None:

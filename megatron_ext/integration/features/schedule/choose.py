@@ -60,6 +60,7 @@ class ScheduleRequest:
         shard: estimates the times of its passes, where ``costs`` have none.
         overlap: passes run in pairs, as ``ScheduleSpec``.
         cut: of every microbatch's sequence into slices; None: it is not cut.
+        cuts: to choose ``cut`` from; empty: it is given.
     """
 
     name: str
@@ -80,6 +81,7 @@ class ScheduleRequest:
     shard: Estimate | None = None
     overlap: bool = False
     cut: Cut | None = None
+    cuts: tuple[Cut, ...] = ()
 
     @classmethod
     def of(
@@ -197,7 +199,7 @@ class ScheduleRequest:
         Raises:
             ConfigError: none of them keeps the cap.
         """
-        spec = replace(self._spec(pp, chunks, microbatches), names=tuple(names))
+        spec = replace(self.spec(pp, chunks, microbatches), names=tuple(names))
         link = None if self.offload is None else self.offload.link(pp)
         found = _select(_with_offload(spec, self.offload, link), AUTO)
         note = found.schedule.note
@@ -215,7 +217,7 @@ class ScheduleRequest:
             ConfigError: options that do not fit, or a cap that is not kept.
         """
         offload, link = self.offload, None
-        spec = self.decided or self._spec(pp, chunks, microbatches)
+        spec = self.decided or self.spec(pp, chunks, microbatches)
         if offload is not None:
             placement = spec.placement
             offload.check_chunks(placement.chunks)
@@ -234,7 +236,8 @@ class ScheduleRequest:
         choice.plan(microbatches, link)
         return choice
 
-    def _spec(self, pp: int, chunks: int | None, microbatches: int) -> ScheduleSpec:
+    def spec(self, pp: int, chunks: int | None, microbatches: int) -> ScheduleSpec:
+        """The request as ``select`` takes it, without offload."""
         spec = ScheduleSpec(
             self.name,
             pp,
@@ -376,6 +379,8 @@ class Choice:
         stages = spec.placement.num_stages
         if isinstance(spec.cap, Budget):
             spec = replace(spec, cap=spec.cap.at(stages))
+        if costs is not None and self.request.cut is not None:
+            costs = self.request.cut.costs(costs, microbatches)
         if spec.overlap and costs is not None:
             costs = paired(costs, self.request.estimate or self.request.shard, stages, spec.pp)
         spec = _with_offload(spec, self.offload, link)

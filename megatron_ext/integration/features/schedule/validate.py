@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....plan.profile import Profile
 from ....schedule import AUTO, GENERATORS, NAMES
 from ....schedule.select import ANY_CHUNKS, ONE_CHUNK
 from ...arguments import MegatronArgs
@@ -21,6 +20,7 @@ from ...utils import full_batch
 from . import V_PLACEMENT, Schedule
 from .choose import Choice, ScheduleRequest
 from .estimate import described
+from .slice_count import with_slices
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
 _UNEVEN = (
@@ -80,28 +80,27 @@ def _asked(args: MegatronArgs, pp: int) -> _Asked | None:
     return None if chunks is None else _Asked(f"{_CHUNKS} {chunks}", chunks, False)
 
 
-def before_megatron(
-    args: MegatronArgs, request: ScheduleRequest, profile: Profile | None = None
-) -> ScheduleRequest:
+def before_megatron(run: Run) -> ScheduleRequest:
     """Checks that need only the user's flags; sets the virtual stages that the schedule needs.
 
     Args:
-        args: Megatron's, parsed and not yet validated.
-        request: what ``--pp-schedule`` asks for.
-        profile: of a former run, to plan with.
+        run: whose arguments are parsed and not yet validated.
 
     Returns:
-        ``request`` with the profile, with this job for a cap in bytes, and with ``auto`` decided.
+        Its request with the profile, with this job for a cap in bytes, and with ``auto`` and the
+        number of slices decided.
 
     Raises:
         ConfigError: a combination that cannot work.
     """
+    args, request = run.args, run.request
+    assert request is not None
     pp = args.pipeline_model_parallel_size
     if pp < 2:
         raise ConfigError(
             f"--pp-schedule {request.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
         )
-    request = described(args, request, profile)
+    request = described(args, request, run.profile)
     flag = f"--pp-schedule {request.name}"
     auto = request.name == AUTO
     parts = {"": flag, V_PLACEMENT: flag} if not auto and request.vee else {"": flag}
@@ -132,7 +131,8 @@ def before_megatron(
             f"--pp-schedule {request.name} has one model chunk a rank, but {what} or use "
             "--pp-schedule interleaved"
         )
-    return request
+    chunks = None if asked is None or request.vee else asked.chunks
+    return with_slices(args, request, _full_microbatches(args, pp), chunks=chunks)
 
 
 def require_named(run: Run) -> None:
@@ -238,7 +238,9 @@ def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRe
     names = _suitable(args, pp, asked)
     if asked is not None and chunks > 1:
         _require_chunks_possible(args, AUTO, chunks)
-    request = request.decide(pp, _full_microbatches(args, pp), names, max(chunks, 2))
+    microbatches, chunks = _full_microbatches(args, pp), max(chunks, 2)
+    request = with_slices(args, request, microbatches, names, chunks)
+    request = request.decide(pp, microbatches, names, chunks)
     if request.vee:
         _place_vee(args, request, pp, asked)
     elif asked is None and GENERATORS[request.name].any_chunks:

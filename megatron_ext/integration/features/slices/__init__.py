@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 
-from ....schedule.spec import Cut
+from ....releases import parse
+from ....schedule import AUTO
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
-from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
+from ...feature import Conflict, Feature, Flag, Needs, Run, require_no_conflict
+from .wanted import CUT, FLAG, Wanted
 
-FLAG, CUT = "--pp-slices", "--pp-slice-cut"
-_CUTS = ("balanced", "even")
+_PREDICTION = (0, 17)  # the first version whose multi-token prediction can be cut
+_NUMBERS = (2, 4, 8, 16)  # of slices, that auto chooses from
 _WHOLE = "it takes whole microbatches; drop it"
-_STATISTICS = "its statistics are of whole microbatches; drop it"
+
+
+def _count(text: str) -> int | str:
+    """The flag's value."""
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or {AUTO}, got {text!r}") from None
+
+
+class _WithEngine(Conflict):
+    """A conflict with Transformer Engine's attention only."""
+
+    def found(self, args: MegatronArgs) -> str | None:
+        return None if getattr(args, "transformer_impl", "") == "local" else super().found(args)
 
 
 class Slices(Feature):
@@ -25,34 +42,48 @@ class Slices(Feature):
         Flag(
             FLAG,
             "cut the sequence of every training microbatch into K slices (default 1), for few "
-            "microbatches and long sequences: a slice attends to those before it",
-            "K",
-            int,
-            not_in_library="what a trainer's loss function reports is not added over slices; start "
-            "the run with the launcher, or drop it",
+            "microbatches and long sequences: a slice attends to those before it; auto takes the "
+            "power of two up to 16 that makes a step shortest under the cap, and logs its gain",
+            "{K,auto}",
+            _count,
+            least=1,
         ),
         Flag(
             CUT,
             f"with {FLAG}: balanced (default), so that all slices take equally long under causal "
             "attention, or even, of equal lengths",
-            "{balanced,even}",
-            not_in_library=f"it is for {FLAG}; drop it",
+            choices=("balanced", "even"),
+            needs=Needs({FLAG: ()}, f"{FLAG} 2 or more", idle=1),
         ),
     )
     conflicts = (
-        Conflict("--num-experts", _STATISTICS),
+        Conflict("--moe-expert-capacity-factor", "a slice would drop other tokens; drop it"),
+        Conflict(
+            "--moe-router-load-balancing-type",
+            "it balances the tokens of one call; use aux_loss or an expert bias",
+            values=("sinkhorn", "quantile_balancing"),
+        ),
+        Conflict("--moe-router-force-load-balancing", "its random numbers are a call's; drop it"),
+        Conflict("--moe-router-force-biased", "its random numbers are a call's; drop it"),
+        Conflict("--moe-enable-routing-replay", "it replays calls; drop it"),
+        Conflict("--moe-pipeline-chunks", _WHOLE, off=("off",)),
         Conflict("--transformer-impl", "its attention is not cut; use local or transformer_engine",
                  off=("local", "transformer_engine")),
         Conflict("--use-legacy-models", "its attention is not cut; drop it"),
         Conflict("--experimental-attention-variant", "it is not cut; drop it"),
-        Conflict("--mtp-num-layers", "it looks at the tokens behind a slice; drop it"),
+        Conflict(
+            "--mtp-use-repeated-layer",
+            "recompute could not tell the depths of one layer apart; drop it",
+        ),
         Conflict("--context-parallel-size", "it cuts sequences, too; drop it", off=(1,)),
         Conflict("--sliding-window-size", "its mask is not cut; drop it"),
-        Conflict("--window-size", "its mask is not cut; drop it"),
-        Conflict("--reset-attention-mask", "documents are not cut; drop it"),
+        _WithEngine(
+            "--window-size", "no kernel was tested that has both; drop it, or use "
+            "--transformer-impl local"
+        ),
         Conflict("--sft", "packed documents are not cut; drop it"),
         Conflict("--use-packed-sequences", "packed documents are not cut; drop it"),
-        Conflict("--variable-seq-lengths", "all sequences are cut alike; drop it"),
+        Conflict("--enable-hyper-connections", "their streams are not cut; drop it"),
         Conflict("--hybrid-layer-pattern", "recurrent layers have no slices; drop it"),
         Conflict("--hybrid-override-pattern", "recurrent layers have no slices; drop it"),
         Conflict("--fp8-format", "its attention takes whole sequences; drop it"),
@@ -63,53 +94,76 @@ class Slices(Feature):
         Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
         Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
                  beside="--multi-latent-attention"),
-        Conflict("--pp-offload", _WHOLE, off=("off",)),
-        Conflict("--pp-offload-chunks", _WHOLE),
         Conflict("--pp-vocab-parallel", _WHOLE),
-        Conflict("--pp-post-validation", _WHOLE),
-        Conflict("--pp-profile", "its times are of whole microbatches; drop it"),
-        Conflict("--pp-profile-steps", "its times are of whole microbatches; drop it"),
     )  # fmt: skip
 
     def check(self, run: Run) -> None:
-        args, request = run.args, run.request
-        count, cut = args.pp_slices, args.pp_slice_cut
-        if cut is not None and cut not in _CUTS:
-            raise ConfigError(f"{CUT} must be one of {', '.join(_CUTS)}, got {cut!r}")
-        if count is None or count == 1:
-            if cut is not None:
-                raise ConfigError(f"{CUT} {cut} is for {FLAG} of 2 or more; give both")
+        wanted = _wanted(run.args)
+        if not wanted or run.request is None:
             return
-        if count < 1:
-            raise ConfigError(f"{FLAG} must be 1 or more, got {count}")
-        if request is None:
-            return
-        require_no_conflict(args, self.conflicts, {"": f"{FLAG} {count}"})
-        if request.file is not None:
-            raise ConfigError(f"{FLAG} {count}: the order in {request.name} is fixed; drop it")
-        if request.cap_bytes is not None:
+        if run.request.file is not None:
+            name = run.request.name
+            raise ConfigError(f"{FLAG} {run.args.pp_slices}: the order in {name} is fixed; drop it")
+        if not run.library:
+            if run.args.seq_length is None or run.args.hidden_size is None:
+                raise ConfigError(
+                    f"{FLAG} {run.args.pp_slices} needs --seq-length and --hidden-size"
+                )
+            self._ask(run, wanted)
+        elif run.args.pp_slices == AUTO:
             raise ConfigError(
-                f"{FLAG} {count} takes a --pp-memory-cap as a fraction of 1F1B's peak, such as "
-                "0.5, not in bytes"
+                f"{FLAG} {AUTO} chooses by the microbatches and tokens of a step, which are not "
+                "known here; run `megatron-ext compare --slices 1,2,4` and give a number"
             )
-        run.request = replace(request, cut=_cut(args, count, cut == "even"))
+
+    def check_model(self, run: Run) -> None:
+        wanted = _wanted(run.args)
+        if wanted:
+            self._ask(run, wanted)
+
+    def _ask(self, run: Run, wanted: Sequence[Wanted]) -> None:
+        """Ask for an order of the slices of this model's sequences.
+
+        Args:
+            wanted: one cut, or several to choose from.
+        """
+        args, tokens = run.args, run.args.seq_length
+        assert run.request is not None and tokens is not None
+        require_no_conflict(args, self.conflicts, {"": f"{FLAG} {args.pp_slices}"})
+        if getattr(args, "mtp_num_layers", None) and parse(run.version)[:2] < _PREDICTION:
+            raise ConfigError(
+                f"{FLAG} {args.pp_slices} does not support --mtp-num-layers {args.mtp_num_layers} "
+                f"on megatron-core {run.version}, whose losses of other depths have no function of "
+                "their own; use 0.17 or newer, or drop one of them"
+            )
+        if args.pp_slices == AUTO:
+            cuts = tuple(one.cut(tokens, args) for one in wanted if one.fits(tokens, args))
+            run.request = replace(run.request, cuts=cuts)
+            return
+        lengths_differ = run.library and getattr(args, "variable_seq_lengths", False)
+        cut = wanted[0].shortest(args) if lengths_differ else wanted[0].cut(tokens, args)
+        run.request = replace(run.request, cut=cut)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.request is None or run.request.cut is None:
+        wanted = _wanted(run.args)
+        if not wanted or run.request is None:
             return ()
         from .run import SlicedPasses
 
-        return (SlicedPasses(run.request.cut, run.args.transformer_impl),)
+        return (SlicedPasses(wanted[0], _implementations(run)),)
 
 
-def _cut(args: MegatronArgs, count: int, even: bool) -> Cut:
-    tokens, hidden = args.seq_length, args.hidden_size
-    if tokens is None or hidden is None:
-        raise ConfigError(f"{FLAG} {count} needs --seq-length and --hidden-size")
-    # Of a layer with 12 h^2 weights, causal: 2 h s of 24 h^2 + 2 h s operations a token.
-    attention = Fraction(tokens, 12 * hidden + tokens)
-    multiple = args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1
-    try:
-        return Cut.of(tokens, count, attention, multiple, even)
-    except ValueError as error:
-        raise ConfigError(f"{FLAG} {count}: {error}; give fewer slices") from None
+def _wanted(args: MegatronArgs) -> Sequence[Wanted]:
+    """What the flags ask for, one cut or several to choose from; empty: whole sequences."""
+    count, cut = args.pp_slices, args.pp_slice_cut
+    if isinstance(count, str):
+        return [Wanted(number, cut == "even") for number in _NUMBERS]
+    return [Wanted(count, cut == "even")] if count is not None and count > 1 else ()
+
+
+def _implementations(run: Run) -> Sequence[str]:
+    """Of attention that may run; a trainer's model is not known yet."""
+    if not run.library:
+        return (run.args.transformer_impl,)
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    return ("local", *(("transformer_engine",) if engine else ()))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ....schedule.spec import Cut
-from ....schedule.units import Unit
-from ...hooks import Hook, around
-from ...targets import GPT_FORWARD, Target
+from ...errors import ConfigError
+from ...hooks import Hook
+from ...targets import ATTENTION, ROTARY
+from .state import Slicing
 
+KEYS = "keys"  # what is held of a module that attends
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
@@ -60,105 +60,49 @@ class Carry(torch.autograd.Function):
         return (*found, None, None, None)
 
 
-class Slicing:
-    """Which slice runs now, and what is held for it.
+def attended(slicing: Slicing, module: Any, keys: Any, values: Any) -> tuple[Any, Any]:
+    """Keys and values up to the slice's end, for a module that attends.
 
-    Attributes:
-        cut: of all sequences.
-        now: (model chunk, unit) of the pass that runs; None outside of training.
+    Raises:
+        ConfigError: they are not the slice's.
     """
+    begin, end = slicing.span
+    if len(keys) != end - begin:
+        raise ConfigError(
+            f"--pp-slices: slice {slicing.unit} has tokens {begin} to {end} of {slicing.tokens}, "
+            f"but a layer has {len(keys)}; where sequences differ in length, all stages must get "
+            "input_ids"
+        )
 
-    def __init__(self, cut: Cut) -> None:
-        self.cut = cut
-        self.now: tuple[int, Unit] | None = None
-        self._held: dict[tuple[int, int, int, int], Held] = {}
-        self._calls: dict[int, int] = {}
+    def make() -> Held:
+        made = Held(keys, values, slicing.tokens)
+        if slicing.stays is not None:
+            for tensor in made.tensors:
+                slicing.stays(tensor)
+        return made
 
-    @contextlib.contextmanager
-    def at(self, chunk: int, unit: Unit) -> Iterator[None]:
-        """Around F of a unit, and its B, which may compute parts of F again."""
-        self.now, before = (chunk, unit), self.now
-        self._calls.clear()
-        try:
-            yield
-        finally:
-            self.now = before
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """First token of the slice, and the first one behind it."""
-        assert self.now is not None
-        ends, number = self.cut.ends, self.now[1].slice
-        return (ends[number - 1] if number else 0), ends[number]
-
-    def attended(self, module: Any, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Keys and values up to the slice's end, for a module that attends."""
-        assert self.now is not None
-        chunk, unit = self.now
-        call = self._calls[id(module)] = self._calls.get(id(module), -1) + 1
-        place = chunk, unit.microbatch, id(module), call
-        begin, end = self.span
-        if place not in self._held:
-            self._held[place] = Held(keys, values, self.cut.ends[-1])
-        found: tuple[Any, Any] = Carry.apply(keys, values, self._held[place], begin, end)
-        return found
-
-    def ended(self, chunk: int, microbatch: int) -> None:
-        """After B of a microbatch's first slice."""
-        for place in [p for p in self._held if p[:2] == (chunk, microbatch)]:
-            del self._held[place]
-
-    def clear(self) -> None:
-        """Forget everything, after an exception."""
-        self._held.clear()
-        self.now = None
-
-    @property
-    def attentions(self) -> int:
-        """Modules that have attended in the pass that runs."""
-        return len(self._calls)
-
-    @property
-    def left(self) -> int:
-        """Modules times microbatches whose keys are held."""
-        return len(self._held)
+    held = slicing.held(KEYS, module, make)
+    found: tuple[Any, Any] = Carry.apply(keys, values, held, begin, end)
+    return found
 
 
-def hooks(slicing: Slicing, implementation: str) -> Sequence[Hook]:
-    """Where Megatron's layers see whole sequences."""
-    rotary = "megatron.core.models.common.embeddings"
-    local = (
-        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-        _local,
-    )
-    engine = (
-        "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
-        _transformer_engine,
-    )
-    target, masked = local if implementation == "local" else engine
-    attention = Hook(
-        Target.at(target, "self", "query", "key", "value", "attention_mask", "attn_mask_type"),
-        functools.partial(_attention, slicing, masked),
-        "a slice would attend to itself only",
-    )
+def hooks(slicing: Slicing, implementations: Sequence[str]) -> Sequence[Hook]:
+    """Where Megatron's layers see whole sequences.
+
+    Args:
+        implementations: of attention, of ``local`` and ``transformer_engine``.
+    """
+    rotary = functools.partial(_rotary, slicing)
     return (
-        attention,
         *(
             Hook(
-                Target.at(f"{rotary}.{module}:{name}.forward", "self", "max_seq_len", "offset"),
-                functools.partial(_rotary, slicing),
-                "positions of every slice would begin at 0",
+                ATTENTION[name],
+                functools.partial(_attention, slicing, _MASKED[name]),
+                "a slice would attend to itself only",
             )
-            for module, name in (
-                ("rotary_pos_embedding", "RotaryEmbedding"),
-                ("yarn_rotary_pos_embedding", "YarnRotaryEmbedding"),
-            )
+            for name in implementations
         ),
-        Hook(
-            GPT_FORWARD,
-            around(functools.partial(_model, slicing)),
-            "whole sequences would run in place of slices",
-        ),
+        *(Hook(one, rotary, "positions of every slice would begin at 0") for one in ROTARY),
     )
 
 
@@ -182,7 +126,7 @@ def _attention(
             return original(
                 self, query, key, value, attention_mask, attn_mask_type, *args, **kwargs
             )
-        key, value = slicing.attended(self, key, value)
+        key, value = attended(slicing, self, key, value)
         with masked(slicing.span, self, key.device, attention_mask, attn_mask_type) as (mask, kind):
             return original(self, query, key, value, mask, kind, *args, **kwargs)
 
@@ -217,32 +161,17 @@ def _transformer_engine(*_: Any) -> Iterator[tuple[Any, Any]]:
     yield None, AttnMaskType.causal_bottom_right
 
 
+_MASKED = {"local": _local, "transformer_engine": _transformer_engine}
+
+
 def _rotary(slicing: Slicing, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> Any:
         begin = 0 if slicing.now is None else slicing.span[0]
         return original(self, max_seq_len, offset + begin, *args, **kwargs)
 
+    # Of the original's cache, which multi-latent attention clears.
+    for name in ("cache_clear", "cache_info"):
+        if hasattr(original, name):
+            setattr(forward, name, getattr(original, name))
     return forward
-
-
-def _model(
-    slicing: Slicing, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Whole microbatch in, the slice through, losses of the whole out: zero but in the slice."""
-    if slicing.now is None:
-        return original(model, *args, **kwargs)
-    bound = _signature(original).bind(model, *args, **kwargs)
-    given, (begin, end) = bound.arguments, slicing.span
-    for name in ("input_ids", "position_ids", "labels", "loss_mask"):
-        if given.get(name) is not None:
-            given[name] = given[name][..., begin:end]
-    output = original(*bound.args, **bound.kwargs)
-    if model.post_process and given.get("labels") is not None:
-        output = torch.nn.functional.pad(output, (begin, slicing.cut.ends[-1] - end))
-    return output
-
-
-@functools.lru_cache(maxsize=4)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)

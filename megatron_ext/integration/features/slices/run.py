@@ -10,65 +10,86 @@ from typing import Any
 import torch
 
 from ....runtime.executor import BackwardPass, ForwardPass
-from ....schedule.spec import Cut
 from ....schedule.units import Unit
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
 from ...runner import MegatronRunner
 from ...utils import unwrapped
-from .carry import Slicing, hooks
+from . import carry, model
+from .routers import Routers
+from .state import Cuts, Slicing
+from .wanted import Wanted
 
 
 class SlicedPasses(Callback):
     """Runs training iterations in slices.
 
     Args:
-        cut: of every sequence.
-        implementation: of the layers, ``local`` or ``transformer_engine``.
+        wanted: how sequences are cut.
+        implementations: of attention that may run, of ``local`` and ``transformer_engine``.
     """
 
-    def __init__(self, cut: Cut, implementation: str) -> None:
-        self._slicing, self._implementation = Slicing(cut), implementation
-        self._batches: dict[int, Batches] = {}
+    def __init__(self, wanted: Wanted, implementations: Sequence[str]) -> None:
+        self._wanted, self._implementations = wanted, implementations
+        self._slicing = Slicing()
+        self._batches: Sequence[Batches | None] = ()
 
     def hooks(self) -> Sequence[Hook]:
-        return hooks(self._slicing, self._implementation)
+        return all_hooks(self._slicing, self._implementations)
 
     def data_iterators(self, iterators: list[Any], training: bool) -> list[Any]:
         if not training:
             return iterators
-        return [None if it is None else Batches(it) for it in iterators]
+        # The same for the same ones: an iteration that was begun early is known by them.
+        known = {id(one.source): one for one in self._batches if one is not None}
+        self._batches = [
+            None if it is None else known.get(id(it)) or Batches(it) for it in iterators
+        ]
+        return [*self._batches]
 
     def begin(self, step: Step) -> None:
         if not step.training:
             return
-        call, cut = step.call, self._slicing.cut
-        tokens = call.batch[0]
-        if tokens != cut.ends[-1] or call.shape is None:
-            raise ConfigError(
-                f"--pp-slices cuts sequences of {cut.ends[-1]} tokens, as --seq-length says, but "
-                f"this call has {tokens} in messages of "
-                f"{'any shape' if call.shape is None else call.shape}"
-            )
-        lengths = set(cut.lengths)
-        parts = call.shape[0] * cut.lengths[0] // tokens
-        # Shapes of slices that differ are sent ahead of them.
-        call.shape = (parts, *call.shape[1:]) if len(lengths) == 1 else None
-        step.runner_type = functools.partial(SliceRunner, slicing=self._slicing)
+        call, config = step.call, step.call.iteration.config
+        cuts = Cuts(functools.partial(self._wanted.cut, config=config), call.batch[0])
+        if call.shape is not None:
+            lengths = cuts.of(call.batch[0]).lengths
+            parts = call.shape[0] * lengths[0] // call.batch[0]
+            # Shapes of slices that differ are sent ahead of them.
+            step.shape = (parts, *call.shape[1:]) if len({*lengths}) == 1 else None
+        step.runner_type = functools.partial(
+            SliceRunner, slicing=self._slicing, cuts=cuts, batches=self._batches
+        )
 
     def passes_done(self, step: Step, watchdog: Any) -> None:
-        if self._slicing.left:
-            raise RuntimeError(
-                f"pipeline rank {step.rank} ended an iteration with keys of {self._slicing.left} "
-                "attention modules left over"
-            )
+        require_nothing_left(self._slicing, step.rank)
 
     def dropped(self, step: Step, failed: bool) -> None:
         self._slicing.clear()
 
     def close(self) -> None:
         self._slicing.clear()
+
+
+def all_hooks(slicing: Slicing, implementations: Sequence[str]) -> Sequence[Hook]:
+    """Where Megatron sees whole sequences."""
+    return (
+        *carry.hooks(slicing, implementations),
+        *model.hooks(slicing),
+        *Routers(slicing).hooks(),
+    )
+
+
+def require_nothing_left(slicing: Slicing, rank: int) -> None:
+    """Raises:
+    RuntimeError: something is held for slices that will not come.
+    """
+    if slicing.left:
+        raise RuntimeError(
+            f"pipeline rank {rank} ended an iteration with what {slicing.left} modules keep for "
+            "slices left over"
+        )
 
 
 class Batches:
@@ -79,7 +100,7 @@ class Batches:
     """
 
     def __init__(self, source: Any) -> None:
-        self._source = source
+        self.source = source
         self._drawn: list[Any] = []
         self._place = 0
 
@@ -88,7 +109,7 @@ class Batches:
 
     def __next__(self) -> Any:
         if self._place == len(self._drawn):
-            self._drawn.append(next(self._source))
+            self._drawn.append(next(self.source))
         self._place += 1
         batch = self._drawn[self._place - 1]
         # A shallow copy: what a script takes out of a batch stays in it for the next slice.
@@ -104,18 +125,20 @@ class Batches:
 class SliceRunner(MegatronRunner):
     """F, B and W of slices: a unit stands in the place of a microbatch."""
 
-    def __init__(self, *args: Any, slicing: Slicing) -> None:
+    def __init__(self, *args: Any, slicing: Slicing, cuts: Cuts, batches: Any) -> None:
         super().__init__(*args)
-        self._slicing = slicing
+        self._slicing, self._cuts, self._batches = slicing, cuts, batches
 
     def forward_step(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> tuple[Any, Any]:
         unit = _unit(microbatch)
-        batches = self._it.data_iterators[chunk]
+        batches = self._batches[chunk]
         if batches is not None:
             batches.begin(unit)
-        with self._slicing.at(chunk, unit):
+        counting = self._mover or self._observer
+        self._slicing.stays = None if counting is None else counting.stays
+        with self._slicing.at(self._cuts, chunk, unit, first=True):
             found = super().forward_step(chunk, microbatch, x)
-            _require_attention(self._it.models[chunk], self._slicing.attentions)
+            _require_attention(self._it.models[chunk], self._slicing.calls(carry.KEYS))
         if unit.slice and len(self.losses) > unit.microbatch + 1:
             self.losses[-2:] = [added(*self.losses[-2:])]
         return found
@@ -126,9 +149,9 @@ class SliceRunner(MegatronRunner):
         return super().forwarded(of, y, tokens)
 
     def live_sets(self) -> float:
-        lengths = self._slicing.cut.lengths
-        held = sum(lengths[_unit(microbatch).slice] for _, microbatch in self._live)
-        return held / self._slicing.cut.ends[-1]
+        away = {*self._mover.on_host()} if self._mover else ()
+        held = (key for key in self._live if key not in away)
+        return sum(self._cuts.share(chunk, _unit(unit)) for chunk, unit in held)
 
     def number(self, microbatch: int) -> int:
         return _unit(microbatch).microbatch
@@ -136,7 +159,7 @@ class SliceRunner(MegatronRunner):
     @contextlib.contextmanager
     def backpropagating(self, of: BackwardPass) -> Iterator[None]:
         unit = _unit(of.microbatch)
-        with self._slicing.at(of.chunk, unit), super().backpropagating(of):
+        with self._slicing.at(self._cuts, of.chunk, unit, first=False), super().backpropagating(of):
             yield
         if not unit.slice:
             self._slicing.ended(of.chunk, unit.microbatch)

@@ -1,0 +1,88 @@
+"""``--pp-slices auto``: as many slices as make a step shortest under the memory cap."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from ....schedule import AUTO, NAMES, ScheduleSpec, select
+from ....schedule.memory_cap import number_text
+from ....schedule.spec import Cut
+from ...arguments import MegatronArgs
+from ...errors import ConfigError
+from .choose import ScheduleRequest
+
+logger = logging.getLogger(__name__)
+
+# Tokens whose W takes as long as adding gradients to weights does, whatever the weights' size:
+# 0.17 of a W at 8192 tokens on an H200 (docs/concepts/slices.md).
+OVERHEAD_TOKENS = 1400
+
+
+def with_slices(
+    args: MegatronArgs,
+    request: ScheduleRequest,
+    microbatches: int,
+    names: Sequence[str] = NAMES,
+    chunks: int | None = None,
+) -> ScheduleRequest:
+    """``request`` with the best of the cuts that it has to choose from; the others are gone.
+
+    Quick orders are compared, in which the W of every slice pays for adding to the gradients.
+
+    Args:
+        args: Megatron's.
+        request: what ``--pp-schedule`` asks for.
+        microbatches: of a step.
+        names: schedules that ``auto`` may take.
+        chunks: model chunks a rank; None: the schedule's own.
+
+    Raises:
+        ConfigError: no number of slices keeps the cap.
+    """
+    if not request.cuts:
+        return request
+    tokens = request.cuts[0].ends[-1] * args.micro_batch_size
+    overhead = Fraction(OVERHEAD_TOKENS, OVERHEAD_TOKENS + tokens)
+    times: dict[int, Fraction] = {}
+    found: dict[int, Cut | None] = {}
+    failed: ValueError | None = None
+    for cut in (None, *request.cuts):
+        asked = replace(request, cut=None if cut is None else cut._replace(overhead=overhead))
+        spec = asked.spec(args.pipeline_model_parallel_size, chunks, microbatches)
+        spec = replace(spec.order_alone() if spec.name != AUTO else spec, effort=0, overlap=False)
+        count = 1 if cut is None else len(cut.ends)
+        try:
+            times[count], found[count] = _time(replace(spec, names=tuple(names))), cut
+        except ValueError as error:
+            failed = error
+    if not times:
+        raise ConfigError(f"--pp-slices auto: no number of slices keeps the cap: {failed}")
+    best = min(times, key=lambda count: (times[count], count))
+    if args.rank == 0:
+        logger.info("%s", _text(times, best, overhead))
+    args.pp_slices = best
+    return replace(request, cut=found[best], cuts=())
+
+
+def _time(spec: ScheduleSpec) -> Fraction:
+    return select(spec).time
+
+
+def _text(times: dict[int, Fraction], best: int, overhead: Fraction) -> str:
+    """What is chosen, and what it gains."""
+    whole = times.get(1)
+    if best == 1:
+        gain = "whole microbatches are fastest"
+    elif whole is None:
+        gain = f"{best} slices a microbatch; whole ones do not keep the cap"
+    else:
+        gain = f"{best} slices a microbatch: a step takes {float(1 - times[best] / whole):.1%} less"
+        gain += " than with whole ones"
+    every = ", ".join(f"{count}: {number_text(time)}" for count, time in sorted(times.items()))
+    return (
+        f"--pp-slices auto: {gain} (makespans of quick orders by slices: {every}; the W of every "
+        f"slice takes {float(overhead):.2g} of a whole one longer, as measured on an H200)"
+    )

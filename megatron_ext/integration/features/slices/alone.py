@@ -1,0 +1,92 @@
+"""One process that runs slices: what a pipeline that runs them is compared with.
+
+F of a microbatch's slices from first to last, then their backward passes from last to first, one
+microbatch after another. So every weight adds its gradients in the order that pipelines keep.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ....runtime.wgrad import WeightGradStore
+from ....schedule.placement import Placement
+from ....schedule.units import units_of
+from ...hooks import Hook, Hooks
+from ...pipeline import finalize
+from ...runner import Iteration
+from ...targets import NO_PIPELINE
+from .run import Batches, SliceRunner, all_hooks, require_nothing_left
+from .state import Cuts, Slicing
+from .wanted import Wanted
+
+
+def install(wanted: Wanted, version: str, implementation: str = "local") -> Hooks:
+    """Let Megatron's training without a pipeline run in slices, until the hooks are reverted."""
+    slicing = Slicing()
+    run = functools.partial(_entry, slicing, wanted)
+    entry = Hook(NO_PIPELINE, run, "whole sequences would run")
+    hooks = Hooks(version)
+    hooks.apply([*all_hooks(slicing, (implementation,)), entry])
+    return hooks
+
+
+def _entry(
+    slicing: Slicing, wanted: Wanted, original: Callable[..., Any]
+) -> Callable[..., list[Any]]:
+    @functools.wraps(original)
+    def forward_backward(
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        forward_only: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        if forward_only:
+            found: list[Any] = original(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                forward_only=True,
+                **kwargs,
+            )
+            return found
+        from megatron.core.utils import get_model_config
+
+        (chunk,) = model if isinstance(model, list) else [model]
+        (batches,) = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunk)
+        iteration = Iteration(
+            forward_step_func,
+            [Batches(batches)],
+            [chunk],
+            config,
+            num_microbatches,
+            cp_size=1,
+            forward_only=False,
+            collect_non_loss_data=False,
+            first_val_step=None,
+        )
+        cuts = Cuts(functools.partial(wanted.cut, config=config), seq_length)
+        store, one, own = WeightGradStore(), Placement.loop(1), iteration.data_iterators
+        runner = SliceRunner(iteration, one, 0, store, slicing=slicing, cuts=cuts, batches=own)
+        count = wanted.count
+        units = units_of([count] * num_microbatches)
+        for first in range(0, len(units), count):
+            for unit in units[first : first + count]:
+                runner.forward(0, unit, None)
+            for unit in reversed(units[first : first + count]):
+                runner.backward(0, unit, None, split=False)
+        runner.check_finished()
+        require_nothing_left(slicing, 0)
+        group = kwargs.get("pg_collection")
+        finalize(iteration, runner.num_tokens, group, kwargs.get("force_all_reduce", False))
+        return runner.losses
+
+    return forward_backward

@@ -1,0 +1,75 @@
+"""What a model gets of a microbatch: its tokens are cut inside, and its losses come out whole."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...hooks import Hook, around
+from ...targets import GPT_FORWARD
+from .prediction import Prediction, Whole
+from .state import Slicing
+
+_CUT = ("input_ids", "position_ids", "labels", "loss_mask")
+
+
+def hooks(slicing: Slicing) -> Sequence[Hook]:
+    """Where a model takes the tokens of a microbatch."""
+    prediction = Prediction(slicing)
+    return (
+        *prediction.hooks(),
+        Hook(
+            GPT_FORWARD,
+            around(functools.partial(_forward, slicing, prediction.whole)),
+            "whole sequences would run in place of slices",
+        ),
+    )
+
+
+def _forward(
+    slicing: Slicing,
+    whole: Whole,
+    original: Callable[..., Any],
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Whole microbatch in, the slice through, losses of the whole out: zero but in the slice."""
+    if slicing.now is None:
+        return original(model, *args, **kwargs)
+    bound = _signature(original).bind(model, *args, **kwargs)
+    given = bound.arguments
+    if given.get("input_ids") is not None:
+        slicing.sequence(given["input_ids"].shape[-1])
+    if model.post_process and given.get("labels") is None:
+        raise ConfigError(
+            "--pp-slices adds the losses of slices, so the model needs labels, but it was called "
+            "without; drop --pp-slices, or let the model compute the losses of tokens"
+        )
+    begin, end = slicing.span
+    for name in ("padding_mask", "packed_seq_params"):
+        if given.get(name) is not None:
+            raise ConfigError(f"--pp-slices does not cut a {name}, which the model got; drop it")
+    whole.labels, whole.loss_mask = given.get("labels"), given.get("loss_mask")
+    for name in _CUT:
+        if given.get(name) is not None:
+            part = given[name][..., begin:end]
+            whole.add(part, given[name])
+            given[name] = part
+    try:
+        output = original(*bound.args, **bound.kwargs)
+    finally:
+        whole.clear()
+    if model.post_process:
+        output = torch.nn.functional.pad(output, (begin, slicing.tokens - end))
+    return output
+
+
+@functools.lru_cache(maxsize=4)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)

@@ -1,0 +1,120 @@
+"""Multi-token prediction of slices: tokens behind a slice are those of its microbatch.
+
+Depth d predicts from the embeddings of the tokens d behind. Tokens and positions are rolled over
+the whole microbatch, and cut then. Losses of a depth are padded to the microbatch before they are
+masked and divided by the tokens that count, which are the microbatch's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...hooks import Hook, around
+from ...targets import MTP_ACCEPTANCE, MTP_LOSS, MTP_ROLL
+from .state import Slicing
+
+
+class Whole:
+    """The microbatch's tensors of the slices that a model got.
+
+    They are known by the slice itself: each roll of one is another one.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.labels: torch.Tensor | None = None
+        self.loss_mask: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """``part`` was cut out of ``whole``. Both are kept, so that no other gets its identity."""
+        self._of[id(part)] = part, whole
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        """What it was cut out of.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        if id(part) not in self._of:
+            raise ConfigError(
+                "--pp-slices: multi-token prediction rolls a tensor of shape "
+                f"{tuple(part.shape)} that is no slice of the model's input; drop --pp-slices or "
+                "--mtp-num-layers"
+            )
+        return self._of[id(part)][1]
+
+    def clear(self) -> None:
+        """After the model's forward pass."""
+        self._of.clear()
+        self.labels = self.loss_mask = None
+
+
+class Prediction:
+    """The hooks of multi-token prediction.
+
+    Attributes:
+        whole: what the model that runs got.
+    """
+
+    def __init__(self, slicing: Slicing) -> None:
+        self._slicing, self.whole = slicing, Whole()
+        self._in_loss = False
+
+    def hooks(self) -> Sequence[Hook]:
+        """Where it looks at the tokens behind; none in versions without a function for its loss,
+        where it is refused."""
+        if not MTP_LOSS.exists:
+            return ()
+        why = "the tokens behind a slice would be missing"
+        found = [Hook(MTP_ROLL, around(self._roll), why), Hook(MTP_LOSS, around(self._loss), why)]
+        if MTP_ACCEPTANCE.exists:
+            found.append(Hook(MTP_ACCEPTANCE, around(self._accepted), why))
+        return found
+
+    def _roll(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._slicing.now is None or self._in_loss or tensor is None:
+            return original(tensor, *args, **kwargs)
+        whole, *more = original(self.whole.of(tensor), *args, **kwargs)
+        begin, end = self._slicing.span
+        part = whole[..., begin:end].contiguous()
+        self.whole.add(part, whole)
+        return (part, *more)
+
+    def _loss(self, original: Callable[..., Any], **given: Any) -> Any:
+        if self._slicing.now is None or given.get("labels") is None:
+            return original(**given)
+        (begin, end), tokens = self._slicing.span, self._slicing.tokens
+        compute = given["compute_language_model_loss"]
+
+        @functools.wraps(compute)
+        def padded(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            losses = compute(labels[..., begin:end].contiguous(), logits)
+            return torch.nn.functional.pad(losses, (begin, tokens - end))
+
+        given |= {"labels": self.whole.labels, "loss_mask": self.whole.loss_mask}
+        given["compute_language_model_loss"] = padded
+        self._in_loss = True
+        try:
+            return original(**given)
+        finally:
+            self._in_loss = False
+
+    def _accepted(
+        self,
+        original: Callable[..., Any],
+        mtp_logits: Any,
+        mtp_labels: Any,
+        loss_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Counts of tokens that were predicted right, which add up over slices."""
+        if self._slicing.now is not None:
+            begin, end = self._slicing.span
+            mtp_labels, loss_mask = (t[..., begin:end] for t in (mtp_labels, loss_mask))
+        return original(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)

@@ -1,0 +1,61 @@
+"""How ``--pp-slices`` cuts sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from ....schedule.spec import Cut
+from ...errors import ConfigError
+
+FLAG, CUT = "--pp-slices", "--pp-slice-cut"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the flags ask for.
+
+    Attributes:
+        count: slices of a sequence.
+        even: they are of equal lengths; else they take equally long.
+    """
+
+    count: int
+    even: bool
+
+    def cut(self, tokens: int, config: Any) -> Cut:
+        """Of sequences of ``tokens``.
+
+        Args:
+            tokens: of a sequence.
+            config: Megatron's arguments, or a model's configuration.
+
+        Raises:
+            ConfigError: there are fewer tokens than slices.
+        """
+        # Of a layer with 12 h^2 weights, causal: 2 h s of 24 h^2 + 2 h s operations a token.
+        attention = Fraction(tokens, 12 * config.hidden_size + tokens)
+        try:
+            return Cut.of(tokens, self.count, attention, _multiple(config), self.even)
+        except ValueError as error:
+            raise ConfigError(f"{FLAG} {self.count}: {error}; give fewer slices") from None
+
+    def fits(self, tokens: int, config: Any) -> bool:
+        """True if there are as many slices in so many tokens."""
+        return tokens // _multiple(config) >= self.count
+
+    def shortest(self, config: Any) -> Cut:
+        """Equal slices of equal costs: what orders are made for where lengths differ.
+
+        Args:
+            config: as of ``cut``.
+        """
+        tokens = self.count * _multiple(config)
+        return Cut.of(tokens, self.count, Fraction(0), _multiple(config), even=True)
+
+
+def _multiple(config: Any) -> int:
+    """Of which every slice's tokens must be one, to be split over tensor-parallel ranks."""
+    split = getattr(config, "sequence_parallel", False)
+    return int(config.tensor_model_parallel_size) if split else 1

@@ -1,0 +1,249 @@
+"""``--pp-slices`` in float64: every output and gradient is that of one process with the same
+slices, bit for bit, and that of whole microbatches within 1e-14."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.prove import session
+from megatron_ext.prove.compare import compare
+from megatron_ext.prove.flags import Flags
+from megatron_ext.prove.server import ScriptServer
+from megatron_ext.prove.session import Session
+from megatron_ext.prove.shrink import Shrunk
+from megatron_ext.prove.tensors import read
+from tests.support import unhooked_slices
+from tests.support.checkouts import MAIN_TAG, existing, nightly
+
+MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 22
+--max-position-embeddings 22 --mock-data --tokenizer-type NullTokenizer --vocab-size 63
+--make-vocab-size-divisible-by 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 2
+--lr 1e-3 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --adam-eps 1e-4
+--log-interval 1 --eval-interval 100 --eval-iters 0 --transformer-impl local
+--untie-embeddings-and-output-weights --ckpt-format torch_dist --rerun-mode disabled
+--no-check-for-nan-in-loss-and-grad --clip-grad 0"""
+PIPELINE = "--pipeline-model-parallel-size 2 --pp-schedule v-half --pp-slices 3"
+STEPS = 2
+
+EXPERTS = """--num-experts 4 --disable-bias-linear --moe-router-topk 2 --moe-z-loss-coeff 0.1
+--moe-token-dispatcher-type alltoall"""
+AUX, SEQUENCE, GLOBAL = (
+    f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff 0.1"
+    for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")
+)
+ALL_LOSSES = """--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss
+--moe-aux-loss-coeff 0.1 0.1 0.1"""
+BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+ROPE = "--position-embedding-type rope --group-query-attention --num-query-groups 2"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+DEPTHS = """--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --position-embedding-type rope"""
+LATENT = """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8
+--qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm
+--disable-bias-linear"""
+
+Sessions = Callable[[str, int], tuple[Session, Flags]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptServer]:
+    with ScriptServer(existing(MAIN_TAG) / "pretrain_gpt.py", double=True) as started:
+        yield started
+
+
+@pytest.fixture
+def sessions(server: ScriptServer, tmp_path: Path) -> Sessions:
+    """The runs of a model with these flags beside ``MODEL`` and ``PIPELINE``, on so many ranks."""
+
+    def made(text: str, ranks: int = 2) -> tuple[Session, Flags]:
+        flags = Flags([*MODEL.split(), *PIPELINE.split(), *text.split()])
+        return Session(server, Shrunk(flags, ranks, (), (), STEPS), tmp_path), flags
+
+    return made
+
+
+def from_whole(run: Session, flags: Flags) -> float:
+    """The largest relative difference of a gradient or loss in slices from that of whole
+    microbatches, in one process."""
+    whole = flags.copy()
+    whole.drop("--pp-slices", "--pp-slice-cut")
+    (sliced, ended), (entire, other) = run.reference(flags), run.reference(whole)
+    assert ended.status == other.status == "ok", ended.report + other.report
+    worst = 0.0
+    for step in range(1, STEPS + 1):
+        found = read(sliced, 1, step).wholes
+        wanted = {k: w for k, w in read(entire, 1, step).wholes.items() if k.sample < 0}
+        assert wanted.keys() <= found.keys()
+        for key, one in wanted.items():
+            if key.what in ("gradient", "log", "buffer"):
+                off = (found[key].tensor - one.tensor).abs().max() / one.tensor.abs().max()
+                worst = max(worst, float(off))
+    return worst
+
+
+def require_exact(run: Session, flags: Flags) -> None:
+    """All but what Megatron sums over ranks (the norm of gradients) has the same bits."""
+    check = run.check("layout", flags)
+    assert check.status == "equal", check
+    assert check.comparison is not None and check.comparison.tensors > 100
+    largest = {kind: off for kind, off in check.comparison.largest.items() if kind != "log"}
+    assert {"F", "B", "gradient", "weight"} <= largest.keys()
+    assert set(largest.values()) == {0.0}, largest
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{EXPERTS} {ALL_LOSSES} {FULL}",
+        nightly(f"{EXPERTS} {ALL_LOSSES} --calculate-per-token-loss"),
+        nightly(f"{EXPERTS} {AUX}"),
+        nightly(f"{EXPERTS} {SEQUENCE}"),
+        nightly(f"{EXPERTS} {GLOBAL}"),
+        nightly(f"{EXPERTS} {SEQUENCE} {BIAS} --moe-shared-expert-intermediate-size 32"),
+        nightly(
+            f"{EXPERTS} {AUX} --recompute-granularity selective --recompute-modules moe core_attn"
+        ),
+    ],
+)
+def test_experts(sessions: Sessions, flags: str) -> None:
+    run, given = sessions(flags, 2)
+    require_exact(run, given)
+    assert from_whole(run, given) < 1e-14
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--pp-schedule 1f1b --pp-offload full --pp-offload-time 0.1 --pp-memory-cap 0.7 {ROPE}",
+        nightly(f"--pp-offload full {EXPERTS} {AUX}"),  # measured in the first step
+        nightly("--pp-schedule zb-h1 --pp-offload auto --pp-offload-time 0.1"),
+        nightly("--pp-offload half --pp-offload-time 0.1 --recompute-granularity selective "
+                "--recompute-modules core_attn --pp-slice-cut even"),
+    ],
+)  # fmt: skip
+def test_offload(sessions: Sessions, flags: str, tmp_path: Path) -> None:
+    """Every slice's set travels by itself; the keys and values of the microbatch stay."""
+    run, given = sessions(flags, 2)
+    require_exact(run, given)
+    (folder,) = tmp_path.glob("*-layout")
+    log = "".join((folder / f"rank{rank}.log").read_text() for rank in range(2))
+    found = re.findall(r"offload: (\d+) of (\d+) activation sets a step are offloaded", log)
+    assert found and all(0 < int(moved) < int(sets) for moved, sets in found), log
+    peaks = re.findall(r"peak activations: ([\d.]+) microbatches \(plan ([\d.]+)\)", log)
+    assert peaks and peaks[-1][0] == peaks[-1][1], peaks
+
+
+def test_a_profile(sessions: Sessions, tmp_path: Path) -> None:
+    """Passes of a microbatch's slices add up, and sets too; an order for them changes no bit."""
+    words = f"{ROPE} --pp-profile-steps 1 --pp-profile {tmp_path / 'profile.json'}"
+    run, given = sessions(words, 2)
+    require_exact(run, given)
+    profiles = [json.loads((tmp_path / "profile.json").read_text())]
+    given.drop("--pp-slices")
+    assert run.check("whole", given).status == "equal"
+    profiles.append(json.loads((tmp_path / "profile.json").read_text()))
+    sliced, whole = (profile["set_bytes"] for profile in profiles)
+    # Local attention keeps less of its scores in slices, and repeated keys of every prefix.
+    assert all(0.8 < a / b < 1.2 for a, b in zip(sliced, whole)), (sliced, whole)
+    (folder,) = tmp_path.glob("*-layout")
+    log = (folder / "rank0.log").read_text()
+    assert "the order stays" in log or "re-planned" in log
+
+
+def require_one_sum(run: Session, flags: Flags, ranks: int, tmp_path: Path) -> None:
+    """Where one process adds in another order than ranks do, two schedules have the same bits."""
+    assert from_whole(run, flags) < 1e-14
+    one = run.check("v", flags)
+    flags.set("--pp-schedule", "1f1b")
+    other = run.check("row", flags)
+    assert one.status == other.status == "equal", (one, other)
+    (v,), (row,) = tmp_path.glob("*-v"), tmp_path.glob("*-row")
+    made = compare(v, ranks, row, STEPS, "exact", ranks)
+    assert not [one for one in made.differences if one.key.what != "log"]
+    assert {off for kind, off in made.largest.items() if kind != "log"} == {0.0}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_on_several_ranks(sessions: Sessions, dispatcher: str, tmp_path: Path) -> None:
+    """Their products have other shapes than in one process."""
+    words = f"{EXPERTS} {SEQUENCE} {BIAS} --expert-model-parallel-size 2"
+    run, flags = sessions(f"{words} --moe-token-dispatcher-type {dispatcher}", 4)
+    require_one_sum(run, flags, 4, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        DEPTHS,
+        nightly(f"{DEPTHS} {FULL}"),
+        # One rank that has both copies adds them before it divides by the tokens.
+        nightly(f"{DEPTHS} --calculate-per-token-loss {EXPERTS} {AUX} --pp-schedule zb-h1"),
+    ],
+)
+def test_multi_token_prediction(sessions: Sessions, flags: str, tmp_path: Path) -> None:
+    """The last stage has another copy of the embedding, whose gradient is added at the end."""
+    run, given = sessions(flags, 2)
+    require_one_sum(run, given, 2, tmp_path)
+    whole = given.copy()
+    whole.drop("--pp-slices")
+    logs = [(run.reference(one)[0] / "rank0.log").read_text() for one in (given, whole)]
+    losses = [re.findall(r"mtp_\d+ loss: (\S+)", log) for log in logs]
+    assert losses[0] == losses[1] and len(losses[0]) == 2 * STEPS
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--window-size 5,0 {ROPE}",
+        nightly("--reset-attention-mask --reset-position-ids --pp-schedule zb-h1"),
+        nightly(f"--qk-layernorm {ROPE}"),
+        nightly(f"{LATENT} --rope-type yarn"),
+        nightly(f"{LATENT} --rope-type rope --recompute-granularity selective "
+                "--recompute-modules mla_up_proj core_attn"),
+    ],
+)  # fmt: skip
+def test_attention(sessions: Sessions, flags: str) -> None:
+    run, given = sessions(flags, 2)
+    require_exact(run, given)
+    assert from_whole(run, given) < 1e-14
+
+
+@pytest.mark.matrix
+def test_one_slice_is_the_whole(sessions: Sessions, tmp_path: Path) -> None:
+    """Bit for bit the run without the flag; three slices are not."""
+    run, flags = sessions(ROPE, 2)
+    assert 0 < from_whole(run, flags) < 1e-14
+    for name in ("one", "none"):
+        flags.set("--pp-slices", 1)
+        if name == "none":
+            flags.drop("--pp-slices")
+        assert run.check(name, flags).status == "equal"
+    (one,), (none,) = tmp_path.glob("*-one"), tmp_path.glob("*-none")
+    made = compare(one, 2, none, STEPS, "exact", 2)
+    assert made.equal and made.tensors > 100 and not made.skipped
+
+
+def test_the_comparisons_can_fail(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Losses of experts, and of tokens behind, are far off slice by slice; other slices give
+    other bits."""
+    monkeypatch.setattr(session, "RECORDER", Path(unhooked_slices.__file__))
+    run, flags = sessions(f"{EXPERTS} {ALL_LOSSES}", 2)
+    assert from_whole(run, flags) > 1e-3
+    run, flags = sessions(DEPTHS, 2)
+    assert from_whole(run, flags) > 1e-3
+    first, _ = run.reference(flags)
+    flags.set("--pp-slices", 4)
+    second, _ = run.reference(flags)
+    gradients = [
+        {k: w.tensor for k, w in read(path, 1, 1).wholes.items() if k.what == "gradient"}
+        for path in (first, second)
+    ]
+    assert any((gradients[0][k] != gradients[1][k]).any() for k in gradients[0])
