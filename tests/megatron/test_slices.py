@@ -22,6 +22,7 @@ from megatron_ext.integration.features.slices.run import (
     Batches,
     SlicedPasses,
     _require_attention,
+    _with_linear_loss,
     added,
 )
 from megatron_ext.integration.features.slices.state import Cuts, Slicing
@@ -229,6 +230,26 @@ def test_losses_of_slices_are_added() -> None:
     assert mean["lm loss"] == 0.75
     with pytest.raises(ConfigError, match="and it reported tuple"):
         added((1, 2), (3, 4))
+
+
+def test_losses_that_are_not_linear_are_refused() -> None:
+    """A mean over the microbatch's tokens is; a ratio of probabilities is not."""
+    mask, drawn = torch.tensor([[0.0, 1.0, 1.0]]), []
+
+    def step(iterator: Any, model: Any, of: Any) -> Any:
+        drawn.append(model)
+        return torch.ones(1, 3), lambda losses: (of(losses), {"loss": 1})
+
+    def mean(losses: torch.Tensor) -> torch.Tensor:
+        return (losses * mask).sum() / mask.sum()
+
+    def ratio(losses: torch.Tensor) -> torch.Tensor:
+        return mean((-losses - 0.5).exp())
+
+    output, loss = _with_linear_loss(step)(None, "model", of=mean)
+    assert loss(output)[0] == 1 and drawn == ["model"]
+    with pytest.raises(ConfigError, match="the loss function gives 0.606531: it is not linear"):
+        _with_linear_loss(step)(None, "model", of=ratio)
 
 
 def test_layers_that_are_not_cut_are_refused() -> None:

@@ -150,7 +150,7 @@ class Slices(Feature):
             return ()
         from .run import SlicedPasses
 
-        return (SlicedPasses(wanted[0], _implementations(run)),)
+        return (SlicedPasses(wanted[0], _implementations(run), run.library),)
 
 
 def _wanted(args: MegatronArgs) -> Sequence[Wanted]:

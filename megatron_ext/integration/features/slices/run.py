@@ -28,10 +28,14 @@ class SlicedPasses(Callback):
     Args:
         wanted: how sequences are cut.
         implementations: of attention that may run, of ``local`` and ``transformer_engine``.
+        unknown: loss functions are a trainer's own.
     """
 
-    def __init__(self, wanted: Wanted, implementations: Sequence[str]) -> None:
+    def __init__(
+        self, wanted: Wanted, implementations: Sequence[str], unknown: bool = False
+    ) -> None:
         self._wanted, self._implementations = wanted, implementations
+        self._unknown = unknown
         self._slicing = Slicing()
         self._batches: Sequence[Batches | None] = ()
 
@@ -59,7 +63,11 @@ class SlicedPasses(Callback):
             # Shapes of slices that differ are sent ahead of them.
             step.shape = (parts, *call.shape[1:]) if len({*lengths}) == 1 else None
         step.runner_type = functools.partial(
-            SliceRunner, slicing=self._slicing, cuts=cuts, batches=self._batches
+            SliceRunner,
+            slicing=self._slicing,
+            cuts=cuts,
+            batches=self._batches,
+            unknown=self._unknown,
         )
 
     def passes_done(self, step: Step, watchdog: Any) -> None:
@@ -125,9 +133,18 @@ class Batches:
 class SliceRunner(MegatronRunner):
     """F, B and W of slices: a unit stands in the place of a microbatch."""
 
-    def __init__(self, *args: Any, slicing: Slicing, cuts: Cuts, batches: Any) -> None:
+    def __init__(
+        self, *args: Any, slicing: Slicing, cuts: Cuts, batches: Any, unknown: bool = False
+    ) -> None:
         super().__init__(*args)
         self._slicing, self._cuts, self._batches = slicing, cuts, batches
+        self._unknown = unknown
+
+    def forward_step_func(self, chunk: int, microbatch: int) -> Callable[..., Any]:
+        found = super().forward_step_func(chunk, microbatch)
+        last = self.computes_loss(self.placement.stages[self._rank][chunk])
+        # Once a step: the function may have been chosen by the step.
+        return _with_linear_loss(found) if self._unknown and last and not microbatch else found
 
     def forward_step(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> tuple[Any, Any]:
         unit = _unit(microbatch)
@@ -167,6 +184,29 @@ class SliceRunner(MegatronRunner):
     def _is_last(self, microbatch: int) -> bool:
         unit = _unit(microbatch)
         return unit.microbatch == self._it.num_microbatches - 1 and not unit.slice
+
+
+def _with_linear_loss(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A trainer's forward step whose loss function must give 0 for losses of 0, which all tokens
+    outside of a slice have.
+
+    Raises:
+        ConfigError: it does not, so that sums over slices would be another loss.
+    """
+
+    @functools.wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        output, loss_function = step(*args, **kwargs)
+        with torch.no_grad():
+            loss = loss_function(torch.zeros_like(output))[0]
+        if bool(loss != 0):
+            raise ConfigError(
+                f"--pp-slices adds the losses of slices, but where all tokens' losses are 0 the "
+                f"loss function gives {float(loss):g}: it is not linear in them; drop --pp-slices"
+            )
+        return output, loss_function
+
+    return checked
 
 
 def _require_attention(model: Any, attentions: int) -> None:
