@@ -36,6 +36,18 @@ TARGETS = (
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
     "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
     "megatron.core.tensor_parallel.mappings:_ReduceScatterToSequenceParallelRegion",
+    *(
+        f"megatron.core.transformer.moe.router:{name}"
+        for name in (
+            "TopKRouter.routing",
+            "TopKRouter._apply_aux_loss",
+            "TopKRouter._apply_seq_aux_loss",
+            "TopKRouter._apply_global_aux_loss",
+            "TopKRouter.attach_and_log_load_balancing_loss",
+            "switch_load_balancing_loss_func",
+            "z_loss_func",
+        )
+    ),
 )
 
 
@@ -53,9 +65,10 @@ def hybrid_targets(version: tuple[int, ...]) -> list[str]:
 
 
 def prediction_targets(version: tuple[int, ...]) -> list[str]:
-    """Where multi-token prediction looks at logits."""
+    """Where multi-token prediction looks at logits, and at the tokens behind a slice."""
+    since = {"roll_tensor": 17, "process_mtp_loss": 17, "_compute_mtp_acceptance_counts": 19}
     module = "megatron.core.transformer.multi_token_prediction"
-    return [f"{module}:_compute_mtp_acceptance_counts"] if version >= (0, 19) else []
+    return [f"{module}:{name}" for name, least in since.items() if version >= (0, least)]
 
 
 def held(target: str) -> Any:
@@ -117,6 +130,7 @@ def main() -> None:
     args = megatron_args(
         pp_schedule="v-half",
         pp_vocab_parallel=True,
+        pp_slices=2,
         transformer_impl="local",
         pipeline_model_parallel_size=4,
         distributed_timeout_minutes=1,
