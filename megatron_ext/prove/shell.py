@@ -325,7 +325,7 @@ class _Script(Values):
         for one in flags:
             if any(map(self.is_all, one)):
                 one[:] = [word for word in one if not self.is_all(word)]
-                self.notes = ["the script's arguments ($@) are none; give them after --"]
+                self.notes = ["no --from-args 'SCRIPT ARGUMENTS': \"$@\" is none"]
         if any(one != flags[0] for one in flags):
             lines = " and ".join(str(one.line) for one in found)
             raise ValueError(
@@ -349,7 +349,7 @@ def _fixes(marks: Sequence[Mark]) -> str:
     if names:
         fixes = f"set {', '.join(names)} in the environment ({names[0]}=... megatron-ext ...), or "
     if any(mark.argument for mark in marks):
-        fixes += "give the script's arguments after --, or "
+        fixes += "give the script's arguments (--from-args 'SCRIPT ARGUMENTS'), or "
     return fixes
 
 

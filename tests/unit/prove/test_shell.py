@@ -58,7 +58,7 @@ READ = {
 # What decides the run and is not known: (script, words of the error).
 UNKNOWN = {
     "variable": (f"{RUN} --tp $TP", r"line 4: TP is not set.*TP=\.\.\. megatron-ext"),
-    "argument": (f"TP=$1\n{RUN} --tp $TP", r"line 4: \$1: the arguments.*line 5.*arguments after"),
+    "argument": (f"TP=$1\n{RUN} --tp $TP", r"line 4: \$1: the arguments.*line 5.*SCRIPT ARGUMENTS"),
     "all arguments in a word": (f'{RUN} --tp "x$@"', r"line 4: \$@"),
     "argument of a function": (
         f'main() {{\n  {RUN} --tp $1\n}}\nmain "$@"',
@@ -139,7 +139,7 @@ def test_arguments_and_the_environment_count(tmp_path, monkeypatch):
     command = from_text(HEAD + script, arguments)
     assert command.flags == ["--num-layers", "16", "--tp", "4", "--pp", "2", "--name", "a b"]
     assert from_text(HEAD + f'{RUN} "$@"', []).notes == ()
-    assert "none; give them after --" in from_text(HEAD + f'{RUN} "$@"').notes[0]
+    assert '"$@" is none' in from_text(HEAD + f'{RUN} "$@"').notes[0]
     with pytest.raises(ValueError, match="only a shell script"):
         from_text("{}", arguments)
 
