@@ -38,6 +38,7 @@ _WORD = (
 _DECLARED = re.compile(r"^(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*")
 _ASSIGNED = re.compile(rf"([A-Za-z_]\w*)(\+?)=(?:\((.*?)\)\s*$|({_WORD})(?:\s+|$))", re.S)
 _COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
+_SET = re.compile(r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)\s*(.+)", re.S)
 _FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(\{.*)?", re.S)
 _PATTERN = re.compile(r"\(?\s*([^()]*?)\s*\)\s*(.*)", re.S)
 # Flags that one value follows which is dropped.
@@ -211,26 +212,46 @@ class _Script(Values):
             self._nested(statements_of(text[1:-1]), mode)
             return None
         if text.startswith(("((", "let ")):
-            for before, after in _COUNTED.findall(text):
-                self.poison(before or after, "arithmetic")
-            return None
+            return self._count(text, mode)
         if text.startswith("! "):
             status = self._statement(text[2:].strip(), mode)
             return None if status is None else not status
         if is_test(text):
             return self.test(text)
-        rest = _DECLARED.sub("", text, count=1)
-        declared, assignments = rest != text, []
+        head = _DECLARED.match(text)
+        rest, assignments = text[head.end() if head else 0 :], []
+        declared, whole = bool(head), bool(head and re.search(r"\s-\w*i", head[0]))
         while found := _ASSIGNED.match(rest):
             assignments.append(found)
             rest = rest[found.end() :]
         alone = declared or not rest.strip()
         if assignments and (alone or rest.split()[0] in self._functions):
             for found in assignments:
-                self._assign(found, mode)
+                if whole:
+                    self.poison(found[1], "arithmetic")
+                else:
+                    self._assign(found, mode)
             if alone:
                 return True
         return self._run_command(rest, mode)
+
+    def _count(self, text: str, mode: bool | None) -> bool | None:
+        """Follow ``((...))`` or ``let``; true where its value is not 0."""
+        inner = text[2:].removesuffix("))") if text.startswith("((") else text[4:]
+        found = _SET.fullmatch(inner.strip().strip("'\""))
+        changed = [before or after for before, after in _COUNTED.findall(text)]
+        if changed and (found is None or len(changed) > 1 or mode is not True):
+            for name in changed:
+                self.poison(name, "arithmetic")
+            return None
+        value = inner if found is None else found[3]
+        if found is not None and found[2]:
+            value = f"{found[1]} {found[2]} ({value})"
+        words = self.expand(f"$(({value}))")
+        known = len(words) == 1 and re.fullmatch(r"-?\d+", words[0]) is not None
+        if found is not None:
+            self.variables[found[1]] = words
+        return words != ["0"] if known else None
 
     def _run_command(self, text: str, mode: bool | None) -> bool | None:
         words = self.expand(text)
