@@ -37,8 +37,6 @@ _WORD = (
 )
 _DECLARED = re.compile(r"^(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*")
 _ASSIGNED = re.compile(rf"([A-Za-z_]\w*)(\+?)=(?:\((.*?)\)\s*$|({_WORD})(?:\s+|$))", re.S)
-_COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
-_SET = re.compile(r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)\s*(.+)", re.S)
 _FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(\{.*)?", re.S)
 _PATTERN = re.compile(r"\(?\s*([^()]*?)\s*\)\s*(.*)", re.S)
 # Flags that one value follows which is dropped.
@@ -212,7 +210,7 @@ class _Script(Values):
             self._nested(statements_of(text[1:-1]), mode)
             return None
         if text.startswith(("((", "let ")):
-            return self._count(text, mode)
+            return self.count(text, mode)
         if text.startswith("! "):
             status = self._statement(text[2:].strip(), mode)
             return None if status is None else not status
@@ -234,24 +232,6 @@ class _Script(Values):
             if alone:
                 return True
         return self._run_command(rest, mode)
-
-    def _count(self, text: str, mode: bool | None) -> bool | None:
-        """Follow ``((...))`` or ``let``; true where its value is not 0."""
-        inner = text[2:].removesuffix("))") if text.startswith("((") else text[4:]
-        found = _SET.fullmatch(inner.strip().strip("'\""))
-        changed = [before or after for before, after in _COUNTED.findall(text)]
-        if changed and (found is None or len(changed) > 1 or mode is not True):
-            for name in changed:
-                self.poison(name, "arithmetic")
-            return None
-        value = inner if found is None else found[3]
-        if found is not None and found[2]:
-            value = f"{found[1]} {found[2]} ({value})"
-        words = self.expand(f"$(({value}))")
-        known = len(words) == 1 and re.fullmatch(r"-?\d+", words[0]) is not None
-        if found is not None:
-            self.variables[found[1]] = words
-        return words != ["0"] if known else None
 
     def _run_command(self, text: str, mode: bool | None) -> bool | None:
         words = self.expand(text)

@@ -26,6 +26,8 @@ _EDITED = re.compile(
 )
 _OTHERS = re.compile(r"\$\{[^{}]*\}|\$\([^()]*\)|`[^`]*`|<\([^()]*\)")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+_COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
+_SET = re.compile(r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)\s*(.+)", re.S)
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|\\\$", re.S)
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -207,6 +209,24 @@ class Values:
                 return self.mark(match[0], f"{match[0]} is not evaluated")
             self.marks.append(marks[0]._replace(text=self.shown(match[0])))
             return f"{OPEN}{len(self.marks) - 1}{CLOSE}"
+
+    def count(self, text: str, mode: bool | None) -> bool | None:
+        """Follow ``((...))`` or ``let``; true where its value is not 0."""
+        inner = text[2:].removesuffix("))") if text.startswith("((") else text[4:]
+        found = _SET.fullmatch(inner.strip().strip("'\""))
+        changed = [before or after for before, after in _COUNTED.findall(text)]
+        if changed and (found is None or len(changed) > 1 or mode is not True):
+            for name in changed:
+                self.poison(name, "arithmetic")
+            return None
+        value = inner if found is None else found[3]
+        if found is not None and found[2]:
+            value = f"{found[1]} {found[2]} ({value})"
+        words = self.expand(f"$(({value}))")
+        known = len(words) == 1 and re.fullmatch(r"-?\d+", words[0]) is not None
+        if found is not None:
+            self.variables[found[1]] = words
+        return words != ["0"] if known else None
 
     def matches(self, word: str, patterns: str) -> bool | None:
         """Does a ``case`` take the branch of these patterns?"""
