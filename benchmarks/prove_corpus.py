@@ -18,7 +18,7 @@ import tempfile
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,7 +216,7 @@ def _every(root: Path) -> Iterator[tuple[str, str, list[str], int]]:
         yield "pretrain_gpt.py", f"bridge/{fact['recipe']}", words.words, world
 
 
-def ours(case: Case, known: list[str]) -> Shrunk | None:
+def ours(case: Case, known: Collection[str]) -> Shrunk | None:
     """The same configuration with a schedule of ours, if it is a pipeline."""
     shrunk = Shrinker(case.flags, case.world).shrink()
     if shrunk.flags.number(PP, 1) < 2:
@@ -289,7 +289,9 @@ def run_fixed(root: Path, results: Path) -> None:
                         file.write(json.dumps(one) + "\n")
 
 
-def _rows(server: ScriptServer, case: Case, known: list[str], fixed: bool) -> list[dict[str, Any]]:
+def _rows(
+    server: ScriptServer, case: Case, known: Collection[str], fixed: bool
+) -> list[dict[str, Any]]:
     """Results of a configuration under stock, and under a schedule of ours."""
     names = " ".join(case.names)
     if isinstance(case.shrunk, str):

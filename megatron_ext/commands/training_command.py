@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from ..prove.sources import Command
 
 FORMS = (
-    "a command line with its flags, or a file: a shell or batch script (read, never run), YAML of "
+    "a command line with its flags, or a file: a shell or batch script (read, never run; its "
+    "arguments may follow it, as in 'train.sh 4 8'), YAML of "
     "Megatron's tests, a recipe's settings as YAML or JSON"
 )
 
@@ -23,7 +24,7 @@ def read_command(given: str, arguments: Sequence[str] | None = None) -> Command:
     """The training command that ``--from-args`` names.
 
     Args:
-        given: a line, or the path of a file.
+        given: a line, or the path of a file; behind a script's, its arguments.
         arguments: of a script; None: not known.
 
     Raises:
@@ -31,15 +32,18 @@ def read_command(given: str, arguments: Sequence[str] | None = None) -> Command:
     """
     from ..prove.sources import from_line, from_text
 
-    is_file = os.path.isfile(given)
+    file = given if os.path.isfile(given) else ""
     try:
-        if is_file:
-            return from_text(read_text(given), arguments)
-        words = shlex.split(given.replace("\\\n", " "), comments=True)
+        words = [] if file else shlex.split(given.replace("\\\n", " "), comments=True)
+        script = words[1:] if words[:1] in (["bash"], ["sh"], ["sbatch"]) else words
+        if script and not script[0].endswith(".py") and os.path.isfile(script[0]):
+            file, arguments = script[0], script[1:] or arguments
+        if file:
+            return from_text(read_text(file), arguments)
     except OSError as error:
-        raise InputError(f"cannot read --from-args {given}: {reason(error)}") from None
+        raise InputError(f"cannot read --from-args {file}: {reason(error)}") from None
     except ValueError as error:
-        what = given if is_file else "cannot be split into words"
+        what = file or "cannot be split into words"
         raise InputError(f"--from-args {what}: {error}") from None
     if words and not any(word.startswith("--") for word in words):
         raise InputError(f"--from-args {shown(given)} is no file, and no flag (--name) is in it")

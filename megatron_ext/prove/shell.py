@@ -37,7 +37,6 @@ _WORD = (
 )
 _DECLARED = re.compile(r"^(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*")
 _ASSIGNED = re.compile(rf"([A-Za-z_]\w*)(\+?)=(?:\((.*?)\)\s*$|({_WORD})(?:\s+|$))", re.S)
-_COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
 _FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(\{.*)?", re.S)
 _PATTERN = re.compile(r"\(?\s*([^()]*?)\s*\)\s*(.*)", re.S)
 # Flags that one value follows which is dropped.
@@ -211,23 +210,25 @@ class _Script(Values):
             self._nested(statements_of(text[1:-1]), mode)
             return None
         if text.startswith(("((", "let ")):
-            for before, after in _COUNTED.findall(text):
-                self.poison(before or after, "arithmetic")
-            return None
+            return self.count(text, mode)
         if text.startswith("! "):
             status = self._statement(text[2:].strip(), mode)
             return None if status is None else not status
         if is_test(text):
             return self.test(text)
-        rest = _DECLARED.sub("", text, count=1)
-        declared, assignments = rest != text, []
+        head = _DECLARED.match(text)
+        rest, assignments = text[head.end() if head else 0 :], []
+        declared, whole = bool(head), bool(head and re.search(r"\s-\w*i", head[0]))
         while found := _ASSIGNED.match(rest):
             assignments.append(found)
             rest = rest[found.end() :]
         alone = declared or not rest.strip()
         if assignments and (alone or rest.split()[0] in self._functions):
             for found in assignments:
-                self._assign(found, mode)
+                if whole:
+                    self.poison(found[1], "arithmetic")
+                else:
+                    self._assign(found, mode)
             if alone:
                 return True
         return self._run_command(rest, mode)
@@ -325,7 +326,7 @@ class _Script(Values):
         for one in flags:
             if any(map(self.is_all, one)):
                 one[:] = [word for word in one if not self.is_all(word)]
-                self.notes = ["the script's arguments ($@) are none; give them after --"]
+                self.notes = ["no --from-args 'SCRIPT ARGUMENTS': \"$@\" is none"]
         if any(one != flags[0] for one in flags):
             lines = " and ".join(str(one.line) for one in found)
             raise ValueError(
@@ -349,7 +350,7 @@ def _fixes(marks: Sequence[Mark]) -> str:
     if names:
         fixes = f"set {', '.join(names)} in the environment ({names[0]}=... megatron-ext ...), or "
     if any(mark.argument for mark in marks):
-        fixes += "give the script's arguments after --, or "
+        fixes += "give the script's arguments (--from-args 'SCRIPT ARGUMENTS'), or "
     return fixes
 
 

@@ -6,6 +6,7 @@ What is not known becomes a mark in the text that holds it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import fnmatch
 import operator
 import re
@@ -20,8 +21,13 @@ MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
 _VARIABLE = re.compile(
     r"\$\{(\w+|[@*#])(?:\[[@*]\])?(?:(:?[-=?+])([^${}]*))?\}|\$([A-Za-z_]\w*|[\d@*#])"
 )
+_EDITED = re.compile(
+    r"\$\{(?:#(\w+)(?:\[[@*]\])?|(\w+)(?:\[(\d+|[@*])\])?(?:(##?|%%?|//?|\^\^?|,,?|:)([^{}$]*))?)\}"
+)
 _OTHERS = re.compile(r"\$\{[^{}]*\}|\$\([^()]*\)|`[^`]*`|<\([^()]*\)")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+_COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
+_SET = re.compile(r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)\s*(.+)", re.S)
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|\\\$", re.S)
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -29,6 +35,15 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
+}
+
+_COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
 }
 
 
@@ -141,6 +156,8 @@ class Values:
             before, text = text, _VARIABLE.sub(self._value, text)
             text = _ARITHMETIC.sub(self._arithmetic, text)
             if text == before:
+                text = _EDITED.sub(self._edited, text)
+            if text == before:
                 text = _OTHERS.sub(lambda m: self.mark(m[0], f"{m[0]} is not evaluated"), text)
             if len(text) > _MOST_CHARACTERS:
                 raise ValueError(f"a command of more than {_MOST_CHARACTERS} characters")
@@ -157,6 +174,28 @@ class Values:
             return match[0][1:-1]
         return " ".join(map(shlex.quote, self.variables[match[1]]))
 
+    def _edited(self, match: re.Match[str]) -> str:
+        """``${#X}``, ``${A[1]}``, ``${X%.json}`` and the like, where it is known."""
+        length, name, index, operator, operand = match.groups()
+        known = self.variables.get(length or name)
+        if known is None or MARK.search(" ".join(known)):
+            return match[0]
+        if length:
+            return str(len(known) if match[0].endswith("]}") else len(known[0] if known else ""))
+        if index is not None and index not in "@*":
+            known = known[int(index) : int(index) + 1]
+        if operator == ":":
+            found = re.fullmatch(r"\s*(\d+)(?::\s*(\d+))?\s*", operand)
+            if not found:
+                return match[0]
+            first = int(found[1])
+            part = slice(first, None if found[2] is None else first + int(found[2]))
+            if index is not None and index in "@*":
+                return " ".join(known[part])
+            return " ".join(known)[part]
+        edited = [_edit(word, operator or "", operand or "") for word in known]
+        return " ".join(edited)
+
     def _arithmetic(self, match: re.Match[str]) -> str:
         def known(name: re.Match[str]) -> str:
             return " ".join(self.variables.get(name[0], [name[0]]))
@@ -170,6 +209,24 @@ class Values:
                 return self.mark(match[0], f"{match[0]} is not evaluated")
             self.marks.append(marks[0]._replace(text=self.shown(match[0])))
             return f"{OPEN}{len(self.marks) - 1}{CLOSE}"
+
+    def count(self, text: str, mode: bool | None) -> bool | None:
+        """Follow ``((...))`` or ``let``; true where its value is not 0."""
+        inner = text[2:].removesuffix("))") if text.startswith("((") else text[4:]
+        found = _SET.fullmatch(inner.strip().strip("'\""))
+        changed = [before or after for before, after in _COUNTED.findall(text)]
+        if changed and (found is None or len(changed) > 1 or mode is not True):
+            for name in changed:
+                self.poison(name, "arithmetic")
+            return None
+        value = inner if found is None else found[3]
+        if found is not None and found[2]:
+            value = f"{found[1]} {found[2]} ({value})"
+        words = self.expand(f"$(({value}))")
+        known = len(words) == 1 and re.fullmatch(r"-?\d+", words[0]) is not None
+        if found is not None:
+            self.variables[found[1]] = words
+        return words != ["0"] if known else None
 
     def matches(self, word: str, patterns: str) -> bool | None:
         """Does a ``case`` take the branch of these patterns?"""
@@ -209,6 +266,25 @@ class Values:
         return _compare(*words)
 
 
+def _edit(word: str, operator: str, operand: str) -> str:
+    """A word as an operator of ``${X...}`` changes it."""
+    if operator[:1] in ("#", "%"):
+        sizes = range(len(word) + 1)
+        for size in sizes if len(operator) == 1 else reversed(sizes):
+            start = operator[0] == "#"
+            part = word[:size] if start else word[len(word) - size :]
+            if fnmatch.fnmatchcase(part, operand):
+                return word[size:] if start else word[: len(word) - size]
+    elif operator[:1] == "/":
+        old, _, new = operand.partition("/")
+        pattern = fnmatch.translate(old).replace(r"\Z", "")
+        return re.sub(pattern, lambda _: new, word, count=operator == "/") if old else word
+    elif operator[:1] in ("^", ","):
+        change = str.upper if operator[0] == "^" else str.lower
+        return change(word) if len(operator) == 2 else change(word[:1]) + word[1:]
+    return word
+
+
 def both(a: bool | None, b: bool | None) -> bool | None:
     """And; None: not known."""
     if a is False or b is False:
@@ -221,12 +297,15 @@ def _hidden(text: str) -> str:
 
 
 def is_test(text: str) -> bool:
-    return bool(re.match(r"(\[\[?|test)\s", text))
+    return bool(re.match(r"(\[\[?|test|let)\s|\(\(", text))
 
 
 def _compare(a: str, operator: str, b: str) -> bool | None:
     if operator in ("=", "=="):
         return fnmatch.fnmatchcase(a, b)
+    if operator == "=~" and not re.search(r"[()\\]", b):  # which may take for ever
+        with contextlib.suppress(re.error):
+            return re.search(b, a) is not None
     if operator == "!=":
         return not fnmatch.fnmatchcase(a, b)
     signs = {"-eq": (0,), "-ne": (-1, 1), "-lt": (-1,), "-le": (-1, 0), "-gt": (1,), "-ge": (0, 1)}
@@ -236,7 +315,7 @@ def _compare(a: str, operator: str, b: str) -> bool | None:
 
 
 def _number(node: ast.expr) -> int:
-    """The value of whole numbers with + - * / % between them."""
+    """The value of whole numbers with + - * / % or one comparison between them."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -246,4 +325,6 @@ def _number(node: ast.expr) -> int:
         # The shell rounds to zero, Python down.
         if type(node.op) in (ast.Add, ast.Sub, ast.Mult) or (a >= 0 and b > 0):
             return _OPERATORS[type(node.op)](a, b)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
+        return int(_COMPARED[type(node.ops[0])](_number(node.left), _number(node.comparators[0])))
     raise ValueError("other arithmetic")

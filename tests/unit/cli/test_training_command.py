@@ -102,6 +102,24 @@ def test_what_decides_and_is_not_known_is_named_everywhere(run, tmp_path, monkey
         assert status == 2 and "is no file, and no flag" in err
 
 
+def test_a_scripts_arguments_follow_it(run, tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text(
+        f'PP=$1; shift\npython pretrain_gpt.py {FLAGS} --pipeline-model-parallel-size $PP "$@"\n'
+    )
+    for form in ("{} 2 --bf16", "bash {} 2 --bf16", "sbatch '{}' 2 --bf16"):
+        what = form.format(path)
+        words = f"{FAST} --world-size 8 --shard-vocabulary off --json"
+        found = json.loads(run("plan", "--from-args", what, *words.split())[1])["chosen"]
+        assert found["layers"] == [4, 4]
+        status, out, _ = run("prove", "--show", "--script", "pretrain_gpt", "--from-args", what)
+        assert status == 0 and "PP 2, " in out
+    for command in ("plan", "prove --show", "doctor", "explore"):
+        status, _, err = run(*command.split(), "--from-args", path)
+        assert status == 2 and "$1: the arguments of the script are not known" in err
+        assert "--from-args 'SCRIPT ARGUMENTS'" in err
+
+
 def test_ranks_in_the_line_are_those_of_plan(run, monkeypatch):
     monkeypatch.setattr(doctor, "run_probe", lambda _: {"error": "not here"})
     line = f"{FLAGS} --world-size 64"

@@ -42,6 +42,13 @@ READ = {
     "comparison": f"TP=4\nif (( TP > 1 )); then echo many; fi\n{RUN} --tp $TP",
     "output": f"{RUN} --tp 4 2>&1 | tee log",
     "words in text": f'A=("--tp 4" --x)\n{RUN} ${{A[@]}} ${{TP:+--pp 2}} --end',
+    "parts of a text": "S=TP4B T=a-b-c U=7 A=(1 4 --x)\nS=${S#TP}\n"
+    f"{RUN} --tp ${{S%B}} --a ${{T//-/_}} ${{T/-/_}} ${{T%%-*}} ${{T##*-}} ${{T%-*}} ${{T^^}} "
+    "${T^} ${A[1]} ${#A[@]} ${#T} ${T:2} ${T:2:1} ${A[@]:1:2}",
+    "arithmetic commands": f"N=4\n((TP = N * 2)); let PP=N-2; (( PP += 1 ))\n"
+    f"if (( N > 8 )); then X=1; elif (( N == 4 )); then X=2; fi\n{RUN} --tp $TP --pp $PP --x $X",
+    "regular expression": f"S=llama-7b\nif [[ $S =~ ^llama-[0-9]+b$ ]]; then TP=4; fi\n"
+    f"{RUN} --tp $TP",
     "several at once": f"export TP=4 PP=2; declare -a A=(--bf16)\n{RUN} --tp $TP --pp $PP "
     "${A[*]}",
     "here-document": f"TP=4\ncat <<EOF >note\nit's $TP\nEOF\nbash <<EOF\n{RUN} --tp $TP\nEOF",
@@ -58,7 +65,7 @@ READ = {
 # What decides the run and is not known: (script, words of the error).
 UNKNOWN = {
     "variable": (f"{RUN} --tp $TP", r"line 4: TP is not set.*TP=\.\.\. megatron-ext"),
-    "argument": (f"TP=$1\n{RUN} --tp $TP", r"line 4: \$1: the arguments.*line 5.*arguments after"),
+    "argument": (f"TP=$1\n{RUN} --tp $TP", r"line 4: \$1: the arguments.*line 5.*SCRIPT ARGUMENTS"),
     "all arguments in a word": (f'{RUN} --tp "x$@"', r"line 4: \$@"),
     "argument of a function": (
         f'main() {{\n  {RUN} --tp $1\n}}\nmain "$@"',
@@ -85,8 +92,11 @@ UNKNOWN = {
     ),
     "two commands": (f"{RUN} --tp 1\n{RUN} --tp 4", "lines 4 and 5 train"),
     "flags of a dropped switch": (f"{RUN} --finetune $MORE", "MORE is not set"),
-    "substring": (f"T=TP4\n{RUN} --tp ${{T#TP}}", r"line 5: \$\{T#TP\} is not evaluated"),
-    "arithmetic command": (f"TP=2\n(( TP *= 2 ))\n{RUN} --tp $TP", "line 5: TP is set in arith"),
+    "substring": (f"{RUN} --tp ${{T#TP}}", r"line 4: \$\{T#TP\} is not evaluated"),
+    "arithmetic command": (f"TP=2\n(( TP *= MANY ))\n{RUN} --tp $TP", "line 5: .*MANY.* is not ev"),
+    "arithmetic test": (f"TP=2\n(( MANY > 2 )) && TP=4\n{RUN} --tp $TP", "TP is set in a branch"),
+    "whole number": (f"declare -i TP=2+2\n{RUN} --tp $TP", "line 4: TP is set in arithmetic"),
+    "counter": (f"TP=2\n(( TP++ ))\n{RUN} --tp $TP", "line 5: TP is set in arithmetic"),
     "printf": (f"TP=2\nprintf -v TP 4\n{RUN} --tp $TP", "line 5: TP is set in `printf`"),
     "read": (f"TP=2\nread TP < x\n{RUN} --tp $TP", "line 5: TP is set in `read`"),
 }
@@ -139,7 +149,7 @@ def test_arguments_and_the_environment_count(tmp_path, monkeypatch):
     command = from_text(HEAD + script, arguments)
     assert command.flags == ["--num-layers", "16", "--tp", "4", "--pp", "2", "--name", "a b"]
     assert from_text(HEAD + f'{RUN} "$@"', []).notes == ()
-    assert "none; give them after --" in from_text(HEAD + f'{RUN} "$@"').notes[0]
+    assert '"$@" is none' in from_text(HEAD + f'{RUN} "$@"').notes[0]
     with pytest.raises(ValueError, match="only a shell script"):
         from_text("{}", arguments)
 
