@@ -20,7 +20,8 @@ from benchmarks import simulated
 from megatron_ext.schedule import Costs, Placement, Schedule, ScheduleSpec, select
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import Rows, replay
-from megatron_ext.schedule.generators.lengths import arranged, length_costs, planned
+from megatron_ext.schedule.generators.lengths import arranged, length_costs
+from megatron_ext.schedule.generators.sliced import planned
 from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.search import FINE
 from megatron_ext.schedule.tasks import Tasks

@@ -1,4 +1,4 @@
-"""Microbatches of different lengths: their costs, an order of them, and a plan for one step.
+"""Microbatches of different lengths: their costs, and orders of them.
 
 A pipeline fills and drains fastest with short microbatches, and a long one costs least where all
 ranks are busy: so short ones stand at both ends, and the longest in the middle.
@@ -6,14 +6,10 @@ ranks are busy: so short ones stand at both ends, and the longest in the middle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
-from ..engine import Rows, list_schedule, one_by_one
-from ..search import GAPS
-from ..tasks import Tasks
 from ..units import UnitCosts, slice_costs
-from .sliced import searched, vees
 
 
 def length_costs(
@@ -71,29 +67,3 @@ def arrangements(lengths: Sequence[float | Fraction]) -> list[list[int]]:
 def _rising(lengths: Sequence[float | Fraction]) -> list[int]:
     """Equally long ones keep their order."""
     return sorted(range(len(lengths)), key=lengths.__getitem__)
-
-
-def planned(tasks: Tasks, caps: Sequence[int], work: int, known: Iterable[Rows] = ()) -> Rows:
-    """The fastest order found for units of any lengths, on the V placement.
-
-    Args:
-        tasks: durations are multiples of ``search.FINE``.
-        caps: of every rank, in the unit of the units' sizes.
-        work: tasks that a search places, about; 0: list schedules alone, fast enough to plan every
-            step of a training.
-        known: further orders; those that do not fit the caps are left out.
-
-    Raises:
-        ValueError: a rank cannot hold one microbatch.
-    """
-    stamps = [*known, *vees(tasks)]
-    fit = [rows for rows in stamps if tasks.fits(rows, caps)]
-    single = one_by_one(tasks)
-    bases = fit or [single]
-    # A block that takes more memory still says what comes first.
-    bases += [
-        list_schedule(tasks, single, caps, gap=GAPS[0], order=rows)
-        for rows in stamps
-        if rows not in fit
-    ]
-    return searched(tasks, caps, bases, work, GAPS[:1])

@@ -10,12 +10,12 @@ every chunk, each of the size of a slice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from ..actions import AnyAction, Op
-from ..engine import Rows, one_by_one
+from ..engine import Rows, list_schedule, one_by_one
 from ..memory_cap import NEAR
 from ..schedule import Schedule
 from ..search import FINE, GAPS, Search
@@ -47,17 +47,17 @@ def sliced(
     Raises:
         ValueError: the schedule has no such order, or the cap holds no microbatch.
     """
-    pp = asked.pp
     block = _block(asked, group_size)
     tasks, whole = tasks_of(asked, block)
     base = stamped(block, tasks)
     if not generator.fixed:
-        work = int(THOROUGH * 3 * effort)
-        caps, bases = [max(tasks.peaks(base))] * pp, [base]
-        if memory_cap is not None:
-            caps = [int(memory_cap * whole + NEAR * whole)] * pp
-            bases = [rows for rows in vees(tasks) if tasks.fits(rows, caps)] or [one_by_one(tasks)]
-        base = searched(tasks, caps, bases, work, GAPS[:2], span=objective == "span")
+        work, span = int(THOROUGH * 3 * effort), objective == "span"
+        if memory_cap is None:
+            caps = [max(tasks.peaks(base))] * asked.pp
+            base = searched(tasks, caps, [base], work, span=span)
+        else:
+            caps = [int(memory_cap * whole + NEAR * whole)] * asked.pp
+            base = planned(tasks, caps, work, span=span)
     ranks = tasks.actions(base)
     if asked.joined:
         firsts = {unit for unit in asked.units if not (isinstance(unit, Unit) and unit.slice)}
@@ -120,21 +120,48 @@ def vees(tasks: Tasks) -> list[Rows]:
     return [stamped(vee.block(tasks.placement.pp), tasks) for vee in VEES.values()]
 
 
-def searched(
+def planned(
     tasks: Tasks,
     caps: Sequence[int],
-    bases: Sequence[Rows],
     work: int,
-    gaps: Sequence[Fraction],
+    known: Iterable[Rows] = (),
     *,
     span: bool = False,
 ) -> Rows:
+    """The fastest order found for units of any lengths, on the V placement.
+
+    Args:
+        tasks: durations are multiples of ``search.FINE``.
+        caps: of every rank, in the unit of the units' sizes.
+        work: as ``searched``; 0 is fast enough to plan every step of a training.
+        known: further orders; without a search one that does not fit still says what comes first.
+        span: as ``Search``.
+
+    Raises:
+        ValueError: a rank cannot hold one microbatch.
+    """
+    stamps = [*known, *vees(tasks)]
+    fit = [rows for rows in stamps if tasks.fits(rows, caps)]
+    single = one_by_one(tasks)
+    bases = list(fit) or [single]
+    if not work:  # a block that takes more memory still says what comes first
+        bases += [
+            list_schedule(tasks, single, caps, gap=GAPS[0], order=rows)
+            for rows in stamps
+            if rows not in fit
+        ]
+    return searched(tasks, caps, bases, work, span=span)
+
+
+def searched(
+    tasks: Tasks, caps: Sequence[int], bases: Sequence[Rows], work: int, *, span: bool = False
+) -> Rows:
     """The fastest order found under ``caps`` by placing ``work`` tasks, about; 0: only the list
-    schedules of ``bases`` with these gaps."""
+    schedules of ``bases``."""
     search = Search(tasks, caps, span=span)
     if work:
         search.run(bases, work)
     else:
         for base in bases:
-            search.start(base, gaps)
+            search.start(base, GAPS[:2])
     return search.pool[0].rows

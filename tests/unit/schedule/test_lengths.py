@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.lengths import idle, mean_order, table
 from megatron_ext.schedule.engine import replay
-from megatron_ext.schedule.generators.lengths import arranged, arrangements, length_costs, planned
+from megatron_ext.schedule.generators.lengths import arranged, arrangements, length_costs
+from megatron_ext.schedule.generators.sliced import planned
 from megatron_ext.schedule.units import SHARE, slice_costs
 
 A = Fraction(3, 10)
