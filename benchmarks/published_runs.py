@@ -179,9 +179,9 @@ The model's FLOPs are counted as in `plan/throughput.py`; published ones differ 
 
 Memory is not published with these runs, so it is not compared here.
 
-All models with experts ran slower than predicted, most of all those with many small experts a device
-(Qwen3 30B, expert parallelism of 8): products of experts, and what moves rows to them, cost more
-than the model of times has. `plan` prints this error for such models, and marks gains below it.
+All models with experts ran slower than predicted, most of all those with many small experts a
+device (Qwen3 30B, expert parallelism of 8): products of experts, and what moves rows to them, cost
+more than the model of times has. `plan` prints this error for them, and marks gains below it.
 """
 
 
