@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan import collectives, memory, moe_times, times
+from ..plan import collectives, memory, moe_times, slices, times
 from ..plan.divisions import RULES
 from ..plan.space import SearchSpace
 from .network import network_text
@@ -20,5 +20,6 @@ def assumptions(space: SearchSpace, notes: Sequence[str], several: bool) -> list
     experts: tuple[str, ...] = moe_times.ASSUMPTIONS if job.num_experts else ()
     experts += pair_assumptions(job)
     computed = [*times.ASSUMPTIONS, *experts, *space.gpu.assumptions()]
-    beside = [*collectives.ASSUMPTIONS, *([f"divisions: {RULES}"] if several else [])]
+    cut = slices.ASSUMPTIONS if space.slices else ()
+    beside = [*cut, *collectives.ASSUMPTIONS, *([f"divisions: {RULES}"] if several else [])]
     return [*notes, *memory.ASSUMPTIONS, *measured, *computed, *beside]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from .._conflict import values_of
@@ -28,12 +29,14 @@ class Given:
         chunks: model chunks a rank.
         overlap: which data-parallel exchange its passes hide.
         searches: parallel sizes are searched.
+        arguments: Megatron's, as attributes, and what plan does not know.
     """
 
     schedule: str
     chunks: int
     overlap: Overlap
     searches: bool
+    arguments: SimpleNamespace
 
     @classmethod
     def of(cls, args: argparse.Namespace, given: dict[str, Any]) -> Given:
@@ -56,11 +59,12 @@ class Given:
             bool(given.get("overlap_grad_reduce")), bool(given.get("overlap_param_gather"))
         )
         searches = searches_sizes(args, given)
+        every = SimpleNamespace(**{**values, **given})
         name = values.get("pp_schedule")
         if name in GENERATORS:
             default = GENERATORS[name].default_chunks
-            return cls(name, count if count > 1 else default, overlap, searches)
-        return cls("1f1b" if count == 1 else "interleaved", count, overlap, searches)
+            return cls(name, count if count > 1 else default, overlap, searches, every)
+        return cls("1f1b" if count == 1 else "interleaved", count, overlap, searches, every)
 
 
 _LAYOUT = "pipeline_model_parallel_layout"

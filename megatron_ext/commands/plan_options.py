@@ -15,6 +15,7 @@ from ..plan.overlap import ASSUMPTIONS, is_open
 from ..plan.point import Point, evaluate
 from ..plan.post_validation import with_post_validation
 from ..plan.result import Result
+from ..plan.slices import FLAG as SLICES
 from ..plan.space import SearchSpace
 from ..plan.vocabulary import rank_work
 from ..schedule.costs import number_to_json
@@ -115,7 +116,7 @@ def expert_overlap_text(data: dict[str, Any], gib: Callable[[int], str]) -> list
 
 def post_validation_json(best: Point) -> dict[str, Any] | None:
     """What ``--pp-post-validation`` would change; None where training refuses it."""
-    if best.job.vocab_parallel or not best.is_pipeline:
+    if best.job.vocab_parallel or not best.is_pipeline or best.spec.slices:
         return None
     found = with_post_validation(best)
     return {
@@ -129,7 +130,8 @@ def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str
     """``post_validation_json`` of the chosen point for people; ``gib`` writes bytes."""
     best, found = data["chosen"], data["chosen"]["post_validation"]
     if found is None:
-        return "  (--pp-post-validation cannot be combined with --pp-vocab-parallel)"
+        other = SLICES if best["slices"] > 1 else "--pp-vocab-parallel"
+        return f"  (--pp-post-validation cannot be combined with {other})"
     gain = 1 - found["step_ms"] / best["step_ms"]
     if gain < 0.0005:
         return "  (--pp-post-validation would gain nothing)"

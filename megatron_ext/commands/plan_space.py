@@ -12,6 +12,7 @@ from ..plan.gpu import Gpu
 from ..plan.model import Job, PlanError
 from ..plan.overlap import FLAG as PAIRS
 from ..plan.profile import Profile
+from ..plan.slices import NUMBERS, refusal
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
 from ..schedule.link import DEFAULT_POLICY, POLICIES
@@ -52,6 +53,11 @@ def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--shard-vocabulary", choices=("auto", "off"), default="auto", help="auto (default): try "
         "--pp-vocab-parallel where training allows it; off: do not; with --pp-vocab-parallel "
         "itself, every candidate has it"
+    )  # fmt: skip
+    group.add_argument(
+        "--slices", metavar="K,K", help="of every sequence, tried with the likely fastest "
+        "schedules where microbatches are few or sequences long: numbers, auto (default: 2,4 where "
+        "training cuts such models), or off"
     )  # fmt: skip
     group.add_argument(
         "--effort", type=float, default=1.0, metavar="X", help="factor on the work of the search "
@@ -155,7 +161,24 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
         vocabulary=args.shard_vocabulary == "auto",
         full_recompute=args.cheap_recompute in (None, "auto") and not args.profile,
         overlap=own.overlap,
+        slices=_slices(args, job, own),
     )
+
+
+def _slices(args: argparse.Namespace, job: Job, own: Given) -> tuple[int, ...]:
+    """Numbers of slices that are tried.
+
+    Raises:
+        PlanError: some are asked for, but training cuts no sequences of this job.
+    """
+    if args.slices == "off" or network_of(args) is not None or args.profile:
+        return ()
+    why = refusal(own.arguments, job)
+    if args.slices in (None, "auto"):
+        return () if why else NUMBERS
+    if why and not own.searches:
+        raise PlanError(f"--slices {args.slices}: {why}")
+    return tuple(n for n in numbers(args.slices, "--slices") or () if n > 1 and not why)
 
 
 def _profiles(args: argparse.Namespace, job: Job) -> dict[tuple[int, bool], Profile]:

@@ -84,6 +84,8 @@ def point_cells(point: dict[str, Any], points: Sequence[dict[str, Any]]) -> tupl
         name += f" {round(point['memory_cap'] * stages)}/{stages}"
     if point["group_size"] is not None:
         name += f" g={point['group_size']}"
+    if point["slices"] > 1:
+        name += f" /{point['slices']}"
     return (
         name,
         *(_division_cells(point) if _several(points) else ()),

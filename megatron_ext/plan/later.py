@@ -17,6 +17,7 @@ from ..schedule.bounds import makespan_bound
 from .budget import Budget
 from .candidate import Candidate, candidates_of
 from .cases import ROUNDING, Case, cases
+from .in_slices import try_slices
 from .offers import large_sets, offers
 from .result import sizes_of
 from .space import SearchSpace
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def costly(search: Search) -> None:
-    """Orders at the largest cap that fits, and offload of what is too large."""
+    """Orders at the largest cap that fits, offload of what is too large, and slices."""
     for one in sorted(search.seen.hopeless, key=lambda one: one.likely_us)[:_ROUGH]:
         # Its ``auto`` or full offload may be fast still; V orders at a cap, too.
         if one.hoped_us < search.best_us and search.work.more_than(FOR_SMALL):
@@ -43,6 +44,7 @@ def costly(search: Search) -> None:
             if not late and search.may_win(one) and search.work.affords(one.spec, FOR_SMALL):
                 search.seen.dear.remove(one)
                 search.add(one.spec, one.workload)
+        try_slices(search)
 
 
 def _capped(search: Search, likely: Sequence[Candidate]) -> None:

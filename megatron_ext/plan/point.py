@@ -8,16 +8,17 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..schedule import Schedule, ScheduleSpec, select
+from ..schedule import Schedule, ScheduleSpec, select, simulate_messages
 from ..schedule.costs import number_to_json
 from ..schedule.generators import Objective, default_effort
 from ..schedule.memory_cap import ShareCap
-from ..schedule.passes.lower import simulate_messages
 from .collectives import Overhead
 from .memory import RankBytes
 from .model import Job
 from .moe_job import flags as moe_flags
 from .overlap import FLAG as PAIRS
+from .slices import FLAG as SLICES
+from .slices import simulate_words
 from .workload import Workload
 
 
@@ -100,7 +101,7 @@ class Point:
         The stages' times are the same; only the order of the passes may be made for others.
         """
         spec = replace(self.spec, costs=self.workload.by_name.costs, effort=default_effort())
-        if not self.is_pipeline or spec == self.spec:
+        if not self.is_pipeline or self.spec.slices or spec == self.spec:
             return self.makespan_us
         made = select(spec).schedule
         work = self.workload
@@ -122,6 +123,7 @@ class Point:
             words += [f"--{option}", value]
         if spec.overlap:
             words.append("--overlap")
+        words += simulate_words(spec, self.job)
         if spec.costs.vocabulary is not None:
             times = (str(number_to_json(x)) for x in spec.costs.vocabulary)
             words += ["--vocabulary", ",".join(times)]
@@ -158,6 +160,7 @@ class Point:
             return [*words, f"--pp-schedule {file}"]
         words += [f"--pp-schedule {spec.name}"]
         words += [flag for flag in (self.workload.by_name.flag,) if flag]
+        words += [f"{SLICES} {spec.slices[0]}"] if spec.slices else []
         return words + [f"--pp-{option} {value}" for option, value in self._options()]
 
     def _options(self) -> list[tuple[str, str]]:

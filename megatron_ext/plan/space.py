@@ -55,6 +55,7 @@ class SearchSpace:
         vocabulary: try the vocabulary in one piece and sharded, as far as the job allows.
         full_recompute: try full recompute too, where the job has none of its own.
         overlap: which data-parallel exchange passes hide.
+        slices: numbers of slices that every sequence may be cut into, where that is worth it.
         stock: Megatron's own schedules, as it runs them, and no flag of ours.
     """
 
@@ -74,6 +75,7 @@ class SearchSpace:
     vocabulary: bool = False
     full_recompute: bool = False
     overlap: Overlap = NO_OVERLAP
+    slices: tuple[int, ...] = ()
     stock: bool = False
 
     def specs(self) -> list[ScheduleSpec]:

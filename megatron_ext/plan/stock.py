@@ -29,6 +29,7 @@ def of_stock(space: SearchSpace) -> SearchSpace:
         always_offload=False,
         vocabulary=False,
         full_recompute=not space.profiles and not job.cheap_recompute,
+        slices=(),
         stock=True,
     )
 

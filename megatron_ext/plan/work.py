@@ -59,7 +59,8 @@ class Work:
 
     def of_point(self, spec: ScheduleSpec) -> float:
         """A schedule, made and simulated."""
-        passes = 3 * spec.placement.num_stages * spec.microbatches
+        units = sum(spec.slices) or spec.microbatches
+        passes = 3 * spec.placement.num_stages * units
         made = GENERATORS[spec.name]
         each = _FIXED if made.fixed else _LISTED
         more = 0.0

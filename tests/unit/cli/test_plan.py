@@ -91,7 +91,7 @@ def test_the_written_schedule_is_the_plans(run, tmp_path):
 
 def test_a_sharded_vocabulary_is_proposed_where_it_wins(run, tmp_path):
     path = tmp_path / "plan.json"
-    words = "--memory-cap", "30GiB", "--vocab-size", "256000"
+    words = "--memory-cap", "30GiB", "--vocab-size", "256000", "--slices", "off"
     data = _json(run, *words, "--output", str(path))
     chosen, whole = data["chosen"], data["chosen"]["whole_vocabulary"]
     assert chosen["vocab_parallel"] and "--pp-vocab-parallel" in chosen["flags"]

@@ -147,3 +147,40 @@ def test_the_difference_leads_to_the_answer(run):
     assert yours["schedule"] == data["chosen"]["schedule"]
     assert yours["layers"] == data["chosen"]["layers"]
     assert yours["micro_batch_size"] == data["chosen"]["micro_batch_size"]
+
+
+SLICED = (
+    LLAMA + model(8, 2048, 16, 5504) + run_of(4, 2, 32768, 1, 4)
+    + "--micro-batch-size 1 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 "
+)  # fmt: skip
+PLAIN = "--schedules", "zb-h1", "--micro-batch-sizes", "1", "--offload", "off"
+
+
+def test_slices_where_microbatches_are_few(run, tmp_path):
+    """They gain what ``simulate`` says, and training takes their flag."""
+    more = "--memory-cap", "1000GiB", "--shard-vocabulary", "off", *PLAIN
+    data, _ = _answer(run, "H100", SLICED, *more)
+    whole, _ = _answer(run, "H100", SLICED, *more, "--slices", "off")
+    best = data["chosen"]
+    assert best["slices"] in (2, 4) and f"--pp-slices {best['slices']}" in best["flags"]
+    assert best["step_ms"] < 0.9 * whole["chosen"]["step_ms"]
+    assert whole["chosen"]["slices"] == 1 and best["post_validation"] is None
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps(best["stage_cost"]))
+    words = [str(path) if word == "STAGE_COST_FILE" else word for word in best["simulate"]]
+    said = json.loads(run("simulate", "--json", *words)[1])
+    assert said["makespan"] / 1000 == pytest.approx(best["step_ms"], rel=1e-9)
+    assert said["peak_activation"] == pytest.approx(best["peak_activation"])
+    assert any("W of every slice" in text for text in data["assumptions"])
+    three, _ = _answer(run, "H100", SLICED, *more, "--slices", "3")
+    assert three["chosen"]["slices"] == 3
+
+
+def test_slices_are_for_models_that_training_cuts(run):
+    """By training's own list."""
+    line = SLICED + "--context-parallel-size 1 --sft "
+    data, _ = _answer(run, "H100", line, *PLAIN, "--memory-cap", "1000GiB")
+    assert all(row["slices"] == 1 for row in data["front"])
+    status, out, err = run("plan", "--gpu", "H100", "--from-args", line, "--slices", "2")
+    assert (status, out) == (2, "") and "--pp-slices does not support --sft" in err
