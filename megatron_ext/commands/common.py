@@ -35,6 +35,7 @@ from ..schedule.link import DEFAULT_POLICY, POLICIES
 from ..schedule.memory_cap import ShareCap, parse_cap
 from ..schedule.named import CapExceeded
 from .parser import Parser as Parser
+from .parser import effort as effort_of
 from .parser import positive as positive
 from .parser import seconds as seconds
 from .units import UNIT_OPTIONS as UNIT_OPTIONS
@@ -152,7 +153,7 @@ def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use
     )
     group.add_argument(
         "--effort",
-        type=seconds,
+        type=effort_of,
         metavar="SECONDS",
         help="approximate search time of a V schedule at unequal costs, on one core (default 1); "
         "counted in passes tried, so every machine finds the same order",

@@ -75,3 +75,8 @@ def seconds(value: str) -> float:
             f"must be more than 0 and at most {MOST_EFFORT} seconds, got {shown(value)}"
         )
     return number
+
+
+def effort(value: str) -> float:
+    """Seconds of search for an order, or 0 for the named order as it is listed at once."""
+    return 0.0 if value in ("0", "0.0") else seconds(value)

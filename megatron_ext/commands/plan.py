@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import Any
 
 from .._terminal import Progress
-from ..plan.flags import job_of, notes_on
 from ..plan.search import Search
-from ..schedule import Schedule, save
-from . import plan_device, plan_grid, plan_input, plan_k, plan_space
-from .common import InputError, Parser, output, user_input
-from .plan_baseline import Given, baselines, beside_text, front_text
-from .plan_report import report_json, report_text
+from . import plan_device, plan_input, plan_k, plan_space
+from .common import InputError, Parser, user_input
+from .plan_baseline import baselines, baselines_json
+from .plan_given import Given, difference, freed, jobs, replaced
+from .plan_order import save_order
+from .plan_report import report_json
+from .plan_table import answer
 
 _HELP = """
 The model and how it is divided are given as Megatron's own flags, as pretrain_gpt.py has them
@@ -34,8 +34,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     plan_input.add_options(parser)
     plan_device.add_options(parser)
-    group = plan_space.add_options(parser)
-    plan_grid.add_options(group)
+    plan_space.add_options(parser)
     parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
     parser.add_argument("--verbose", action="store_true", help="print all assumptions too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -48,56 +47,39 @@ def _plan(args: argparse.Namespace) -> int:
     with user_input():
         given, ignored, notes = plan_input.given(args)
         gpu = plan_device.gpu(args)
-        budget, host = plan_device.budgets(args, gpu)
-        if args.effort <= 0:
-            raise InputError(f"--effort must be > 0, got {args.effort}")
-        if args.output is not None and not args.output.endswith(".json"):
-            raise InputError(f"--output {args.output}: a schedule file's name ends in .json")
+        _check(args)
+        own = Given.of(args, given)
         with Progress("plan") as progress:
-            progress("searching")
-            if plan_grid.wanted(args, given):
-                grid = plan_grid.search(args, given, gpu, (budget, host), progress)
-                shown = grid.best or grid.smallest
-                job = shown.job
-                best = None if grid.best is None else grid.best.point
-                space, result = grid.search_of(shown)
-            else:
-                grid, job = None, job_of(given)
-                space = plan_space.space(args, job, gpu)
-                result = Search(space, budget, host, args.effort, progress).run()
-                best = result.best
-            progress("comparing with your flags as they are")
-            rows = baselines(space, result, Given.of(args, job))
-    notes = [*notes, *job.assumptions, *notes_on(ignored)]
+            asked = jobs(args, freed(args, given), gpu)
+            spaces = plan_space.spaces(args, asked, gpu, own)
+            budgets = plan_device.budgets(args, gpu)
+            others = baselines(args, given, gpu, own, spaces, budgets, progress)
+            alone = not args.schedules  # else a pipeline is asked for
+            seeds = others.seeds(spaces, alone=alone)
+            slower = plan_space.slower(args)
+            result = Search(
+                *(spaces, *budgets, args.effort, progress, seeds, slower), alone=alone
+            ).run()
+    best = result.best
+    notes = [*notes, *spaces[0].job.assumptions]
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
-        _save(args.output, best.schedule())
-    rest = ignored, notes, seconds, args.output, args.gpus_per_node
-    if grid is None:
-        data = report_json(result, space, *rest)
-    else:
-        data = plan_grid.grid_json(grid, *rest)
+        save_order(args.output, best)
+    data = report_json(result, spaces, ignored, notes, seconds, args.output, args.gpus_per_node)
     data["model_flags"] = plan_input.model_flags(args, given)
-    data |= rows
-    shown_flags = (data["chosen"] or data["needs"])["flags"]
-    data["replaced_flags"] = plan_input.replaced(args, given, shown_flags)
+    data |= baselines_json(others, result, gpu)
+    flags = (data["chosen"] or data["needs"])["flags"]
+    data["replaced_flags"] = replaced(args, given, flags)
+    data["difference"] = difference(args, given, flags)
     if args.json:
         print(json.dumps(data))
     else:
-        table = front_text(data) if grid is None and best is not None else beside_text(data)
-        text = report_text if grid is None else plan_grid.grid_text
-        print(text(data, args.output, table), *_assumptions(data, args.verbose), sep="\n")
+        print(answer(data, args.output, every=args.verbose))
     return 0 if best is not None else 1
 
 
-def _assumptions(data: dict[str, Any], every: bool) -> list[str]:
-    if not every:
-        # What the user's flags lack may change more than any schedule does.
-        lacking = [f"assumed: {each}" for each in data["assumptions"] if each.startswith("no --")]
-        return ["", *lacking, f"{len(data['assumptions'])} assumptions; --verbose lists them"]
-    return ["", "assumptions:", *(f"  {each}" for each in data["assumptions"])]
-
-
-def _save(path: str, schedule: Schedule) -> None:
-    with output(path) as target:
-        save(schedule, target)
+def _check(args: argparse.Namespace) -> None:
+    if args.effort <= 0:
+        raise InputError(f"--effort must be > 0, got {args.effort}")
+    if args.output is not None and not args.output.endswith(".json"):
+        raise InputError(f"--output {args.output}: a schedule file's name ends in .json")

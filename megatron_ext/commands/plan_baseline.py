@@ -1,140 +1,135 @@
-"""What ``plan``'s answer is compared with: the user's flags as they are, stock's interleaving."""
+"""What ``plan``'s answer is compared with, and never slower than: the user's flags as they are, and
+the best of stock Megatron that fits."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._conflict import values_of
-from ..plan.model import Job
+from ..plan.alone import without_pipeline
+from ..plan.flags import job_of
+from ..plan.gpu import Gpu
 from ..plan.point import Point, evaluate
-from ..plan.search import Result
+from ..plan.result import Result, sizes_of
+from ..plan.search import Search
 from ..plan.space import SearchSpace
-from ..schedule import GENERATORS, ScheduleSpec
-from ..view.table import columns
-from .plan_input import VIRTUAL, tokens
-from .plan_report import ROW_HEADS, point_cells, point_json
+from ..plan.stock import allows, named, of_stock
+from . import plan_space
+from .plan_given import Given
+from .plan_report import point_json
 
 YOURS, STOCK = "yours", "stock"
+_STOCK_EFFORT = 0.2  # of the search for stock's best
 
 
 @dataclass(frozen=True)
-class Given:
-    """The pipeline of the user's own command line.
+class Baselines:
+    """Both of them.
 
     Attributes:
-        schedule: that it runs.
-        chunks: model chunks a rank.
+        yours: a point, or why there is none.
+        stock: of what fits the fastest, else the smallest; None: there is none.
     """
 
-    schedule: str
-    chunks: int
+    yours: Point | str
+    stock: Point | None
 
-    @classmethod
-    def of(cls, args: argparse.Namespace, job: Job) -> Given:
-        """As ``--from-args`` has it; Megatron's 1F1B where it says nothing."""
-        values = values_of(tokens(args.from_args))
-        pp = job.pipeline_model_parallel_size
-        chunks, layers = (str(values.get(name, "")) for name in VIRTUAL)
-        count = 1
-        if chunks.isdigit() and int(chunks):
-            count = int(chunks)
-        elif layers.isdigit() and int(layers):
-            count = job.num_layers // (pp * int(layers)) or 1
-        name = values.get("pp_schedule")
-        if name in GENERATORS:
-            return cls(name, count if count > 1 else GENERATORS[name].default_chunks)
-        return cls("1f1b" if count == 1 else "interleaved", count)
+    def seeds(self, spaces: Sequence[SearchSpace], *, alone: bool) -> list[Point]:
+        """Those that may be the answer.
 
-
-def baselines(space: SearchSpace, result: Result, given: Given) -> dict[str, Any]:
-    """``baselines``: the rows, as ``point_json``, with ``what`` (yours or stock's), ``fits`` and
-    ``gain``: by which share of the user's own time a step is shorter. ``yours_impossible``: why
-    there is no row of the user's own; null if there is one."""
-    job = space.job
-    plain = job.with_(cheap_recompute=False, vocab_parallel=False)
-    own = _point(space, job, given.schedule, given.chunks)
-    tuned = [
-        point
-        for size in space.micro_batch_sizes
-        for chunks in sorted({*space.chunks, given.chunks} - {1})
-        for point in (_point(space, plain.with_(micro_batch_size=size), "interleaved", chunks),)
-        if isinstance(point, Point)
-    ]
-    best = min(tuned, key=lambda p: (not result.fits(p), *p.key()), default=None)
-    rows = []
-    for what, point in ((YOURS, own), (STOCK, best)):
-        if isinstance(point, Point):
-            row = {"what": what, **point_json(point), "fits": result.fits(point)}
-            share = gain(row, point_json(own)) if isinstance(own, Point) else None
-            rows.append({**row, "gain": share})
-    return {"baselines": rows, "yours_impossible": own if isinstance(own, str) else None}
+        Args:
+            spaces: what is searched.
+            alone: no pipeline may be one, too.
+        """
+        found = [p for p in (self.yours, self.stock) if isinstance(p, Point)]
+        by_sizes = {sizes_of(space.job): space for space in spaces}
+        return [
+            point
+            for point in found
+            if (space := by_sizes.get(sizes_of(point.job))) is not None
+            and (allows(space, point.spec, point.job) if point.is_pipeline else alone)
+        ]
 
 
-def gain(row: dict[str, Any], yours: dict[str, Any]) -> float:
-    """By which share of ``yours`` a step is shorter."""
-    return float(1 - row["step_ms"] / yours["step_ms"])
+def baselines(
+    args: argparse.Namespace,
+    given: dict[str, Any],
+    gpu: Gpu,
+    own: Given,
+    spaces: Sequence[SearchSpace],
+    budgets: tuple[int, int | None],
+    progress: Callable[[str], None],
+) -> Baselines:
+    """Simulate them.
 
-
-def _point(space: SearchSpace, job: Job, name: str, chunks: int) -> Point | str:
-    """Without offload, on Megatron's own split; why there is none if it does not exist."""
+    Args:
+        given: Megatron's arguments by name, as the user has them.
+        own: the user's own pipeline.
+        spaces: what is searched.
+        budgets: bytes of a rank on the device, and on the host.
+    """
+    progress("your flags as they are")
+    yours = _yours(args, given, gpu, own)
+    progress("stock schedules that fit")
+    stock = None
     try:
-        split, count = space.even(job, space.pp * chunks), job.microbatches()
+        asked = [of_stock(space) for space in spaces]
+        found = Search(asked, *budgets, args.effort * _STOCK_EFFORT, progress).run()
+        stock = found.best or found.smallest
+    except ValueError:
+        pass  # Megatron has none for these numbers
+    return Baselines(yours, stock)
+
+
+def _yours(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu, own: Given) -> Point | str:
+    """Without offload, on Megatron's own split; why there is none if it does not exist."""
+    one = argparse.Namespace(**{**vars(args), "micro_batch_sizes": None, "pp": None})
+    try:
+        job = job_of(given)
+        space = plan_space.of_division(one, job, gpu, own)
+        job = space.job
+        if space.pp < 2:
+            return without_pipeline(space, job)
+        split, count = space.even(job, space.pp * own.chunks), job.microbatches()
         if split is None:
             # With virtual stages Megatron counts layers of the first and last rank in its own way.
-            end = ", so Megatron does not start with them" if chunks == 1 else ""
+            end = ", so Megatron does not start with them" if own.chunks == 1 else ""
             return (
-                f"your flags do not divide {job.num_layers} layers over {space.pp * chunks} stages "
-                f"({space.pp} ranks x {chunks}){end}"
+                f"your flags do not divide {job.num_layers} layers over "
+                f"{space.pp * own.chunks} stages ({space.pp} ranks x {own.chunks}){end}"
             )
-        if name == "interleaved" and count % space.pp:
+        if own.schedule == "interleaved" and count % space.pp:
             return f"{count} microbatches are no multiple of the {space.pp} ranks of interleaving"
         work = space.workload(job, count, split)
-        return evaluate(ScheduleSpec(name, space.pp, count, chunks, work.costs), work)
+        return evaluate(named(job, own.schedule, work, own.chunks), work)
     except ValueError as error:
         return str(error)
 
 
-def front_text(data: dict[str, Any]) -> list[str]:
-    """The points of the front with their gain, and what they are compared with."""
-    rows = data["baselines"]
-    yours = next((row for row in rows if row["what"] == YOURS), None)
-    cells = [
-        (*point_cells(point), "-" if yours is None else _percent(gain(point, yours)))
-        for point in data["front"]
-    ]
-    return [*columns([(*ROW_HEADS, "gain"), *cells, *_cells(rows)]), *_legend(data)]
-
-
-def beside_text(data: dict[str, Any]) -> list[str]:
-    """The baselines alone."""
-    rows = data["baselines"]
-    return [*(columns([(*ROW_HEADS, "gain"), *_cells(rows)]) if rows else []), *_legend(data)]
-
-
-def _cells(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    found = []
+def baselines_json(found: Baselines, result: Result, gpu: Gpu) -> dict[str, Any]:
+    """``baselines``: the rows, as ``point_json``, with ``what`` (yours or stock's), ``fits`` and
+    ``gain``: by which share an iteration is shorter than that of ``reference``.
+    ``yours_impossible``: why there is no row of the user's own; null if there is one."""
+    rows = []
+    mine = found.yours if isinstance(found.yours, Point) else None
+    for what, point in ((YOURS, mine), (STOCK, found.stock)):
+        if point is not None:
+            rows.append({"what": what, **point_json(point, gpu), "fits": result.fits(point)})
+    beside = reference(rows)
     for row in rows:
-        name, *rest = point_cells(row)
-        over = "" if row["fits"] else " (too large)"
-        share = "-" if row["what"] == YOURS or row["gain"] is None else _percent(row["gain"])
-        found.append((f"{row['what']}: {name}{over}", *rest, share))
-    return found
+        row["gain"] = None if beside is None else gain(row, beside)
+    why = found.yours if isinstance(found.yours, str) else None
+    return {"baselines": rows, "yours_impossible": why}
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def reference(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row that gains are of: the user's own, but stock's if only that fits."""
+    fitting = [row for row in rows if row["fits"]]
+    return next(iter(fitting or [row for row in rows if row["what"] == YOURS]), None)
 
 
-def _legend(data: dict[str, Any]) -> list[str]:
-    lines = []
-    if data["baselines"]:
-        lines = [
-            "yours: your flags as they are; stock: the best interleaving of Megatron's own; gain: "
-            "less time a step than yours"
-        ]
-    if data["yours_impossible"]:
-        lines.append(f"yours has no row: {data['yours_impossible']}")
-    return lines
+def gain(row: dict[str, Any], beside: dict[str, Any]) -> float:
+    """By which share of the time of ``beside`` an iteration is shorter."""
+    return float(1 - row["iteration_ms"] / beside["iteration_ms"])

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._conflict import values_of
 from .._input import attribute, flag_of, reason
 from ..checkpoints import folder as saved
 from ..plan.divisions import SIZES
-from ..plan.flags import FLAGS, add_flags, read
+from ..plan.flags import FLAGS, add_flags, notes_on, read
 from ..plan.inputs.arguments import of_arguments, read_recipe
 from ..plan.inputs.huggingface import read_config
 from ..plan.model import PlanError
@@ -88,7 +86,7 @@ def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str
     found |= line
     if args.pp is not None:
         found["pipeline_model_parallel_size"] = args.pp
-    return found, ignored, notes
+    return found, ignored, [*notes, *notes_on(ignored)]
 
 
 def from_line(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -112,19 +110,10 @@ def tokens(line: str | None) -> list[str]:
 
 VIRTUAL = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
 # Megatron takes none of these beside a layout.
-_UNEVEN = (
+UNEVEN = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-
-
-def replaced(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[str]) -> list[str]:
-    """Flags of the user's own that contradict ``flags``, which a plan prints."""
-    printed = {words.split()[0] for words in flags}
-    names = {**values_of(tokens(args.from_args)), **given}
-    layout = "--pipeline-model-parallel-layout" in printed
-    clash = (*VIRTUAL, *(_UNEVEN if layout else ()))
-    return [flag_of(n) for n in clash if names.get(n) and flag_of(n) not in printed]
 
 
 def read_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

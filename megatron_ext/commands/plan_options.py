@@ -14,7 +14,8 @@ from ..plan.moe_job import fixed_plan
 from ..plan.overlap import ASSUMPTIONS, is_open
 from ..plan.point import Point, evaluate
 from ..plan.post_validation import with_post_validation
-from ..plan.search import Result
+from ..plan.result import Result
+from ..plan.slices import FLAG as SLICES
 from ..plan.space import SearchSpace
 from ..plan.vocabulary import rank_work
 from ..schedule.costs import number_to_json
@@ -27,7 +28,14 @@ def whole_vocabulary(result: Result, space: SearchSpace, best: Point) -> dict[st
     job, spec = best.workload.job, best.spec
     if not job.vocab_parallel:
         return None
-    others = [point for point in result.points if not point.workload.job.vocab_parallel]
+    others = [
+        point
+        for point in result.points
+        if not point.job.vocab_parallel
+        and point.is_pipeline
+        and point.spec.pp == best.spec.pp
+        and point.job.micro_batch_size == job.micro_batch_size
+    ]
     if not others:
         work = best.workload
         work = space.workload(job.with_(vocab_parallel=False), work.microbatches, work.split)
@@ -108,7 +116,7 @@ def expert_overlap_text(data: dict[str, Any], gib: Callable[[int], str]) -> list
 
 def post_validation_json(best: Point) -> dict[str, Any] | None:
     """What ``--pp-post-validation`` would change; None where training refuses it."""
-    if best.workload.job.vocab_parallel:
+    if best.job.vocab_parallel or not best.is_pipeline or best.spec.slices:
         return None
     found = with_post_validation(best)
     return {
@@ -122,7 +130,8 @@ def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str
     """``post_validation_json`` of the chosen point for people; ``gib`` writes bytes."""
     best, found = data["chosen"], data["chosen"]["post_validation"]
     if found is None:
-        return "  (--pp-post-validation cannot be combined with --pp-vocab-parallel)"
+        other = SLICES if best["slices"] > 1 else "--pp-vocab-parallel"
+        return f"  (--pp-post-validation cannot be combined with {other})"
     gain = 1 - found["step_ms"] / best["step_ms"]
     if gain < 0.0005:
         return "  (--pp-post-validation would gain nothing)"

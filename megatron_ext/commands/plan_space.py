@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 
 from .._input import meant
 from ..plan.gpu import Gpu
 from ..plan.model import Job, PlanError
 from ..plan.overlap import FLAG as PAIRS
 from ..plan.profile import Profile
+from ..plan.slices import NUMBERS, refusal
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from .common import positive
 from .network import add_network_options, network_of
+from .plan_given import Given
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -46,21 +51,80 @@ def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     group.add_argument(
         "--shard-vocabulary", choices=("auto", "off"), default="auto", help="auto (default): try "
-        "--pp-vocab-parallel where training allows it, except in the search over parallel sizes; "
-        "off: do not; with --pp-vocab-parallel itself, every candidate has it"
+        "--pp-vocab-parallel where training allows it; off: do not; with --pp-vocab-parallel "
+        "itself, every candidate has it"
     )  # fmt: skip
     group.add_argument(
-        "--effort", type=float, default=1.0, metavar="X", help="factor on the limit of 2 million "
-        "passes in all orders (half a minute at 32 ranks and 256 microbatches)"
+        "--slices", metavar="K,K", help="of every sequence, tried with the likely fastest "
+        "schedules where microbatches are few or sequences long: numbers, auto (default: 2,4 where "
+        "training cuts such models), or off"
+    )  # fmt: skip
+    group.add_argument(
+        "--effort", type=float, default=1.0, metavar="X", help="factor on the work of the search "
+        "(1: about 15 s of one core)"
+    )  # fmt: skip
+    group.add_argument(
+        "--objective", choices=("time", "memory"), default="time", help="what is made small: "
+        "time (default), or memory, with iterations at most --slower than the fastest's"
+    )  # fmt: skip
+    group.add_argument(
+        "--slower", type=share, metavar="X%", help="with --objective memory: such as 5%% "
+        "(default) of the fastest's time"
+    )  # fmt: skip
+    group.add_argument(
+        "--grid", action="store_true", help="search all parallel sizes but those given beside "
+        "--from-args; without --pp they always are searched, if they are not given"
+    )  # fmt: skip
+    group.add_argument(
+        "--gpus-per-node", type=positive, metavar="N", help="devices that the peer link "
+        "connects: the most tensor-parallel ranks; more data- or expert-parallel ranks use the "
+        "network too (default 8; GB200 and GB300 72)"
     )  # fmt: skip
     add_network_options(group)
     return group
 
 
-def space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
+def spaces(
+    args: argparse.Namespace, jobs: Sequence[Job], gpu: Gpu, own: Given
+) -> list[SearchSpace]:
+    """What may be searched: one space for every division.
+
+    Args:
+        jobs: of every division, or of one.
+        own: the user's own pipeline.
+
+    Raises:
+        PlanError: what was given is of one division, or there is none.
+    """
+    if len(jobs) == 1 and not args.grid and not own.searches:
+        return [of_division(args, jobs[0], gpu, own)]
+    for value, flag in ((args.microbatches, "--microbatches"), (args.profile, "--profile")):
+        if value:
+            raise PlanError(
+                f"{flag} is of one division: give the parallel sizes and --pp beside it"
+            )
+    asked = numbers(args.micro_batch_sizes, "--micro-batch-sizes")
+    found = []
+    for job in jobs:
+        sizes = asked or tuple(sorted({1, 2, 4, job.micro_batch_size}))
+        share, rest = divmod(job.global_batch_size or 0, job.data_parallel_size)
+        fitting = tuple(size for size in sizes if not rest and share % size == 0)
+        if fitting:
+            one = job.with_(micro_batch_size=fitting[0])
+            space = of_division(args, one, gpu, own)
+            found.append(replace(space, micro_batch_sizes=fitting))
+    if not found:
+        raise PlanError(
+            f"--micro-batch-sizes {args.micro_batch_sizes}: none divides --global-batch-size "
+            f"{jobs[0].global_batch_size} on any division; give others"
+        )
+    return found
+
+
+def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> SearchSpace:
     """What one division's search may choose from."""
     pp = job.pipeline_model_parallel_size
-    if pp < 2:
+    if pp < 2 and (args.pp is not None or not job.global_batch_size):
         raise PlanError(
             f"a pipeline needs at least 2 ranks, got --pp {pp}; give 2 or more, or --world-size "
             "without --pp to search all parallel sizes"
@@ -77,39 +141,65 @@ def space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
             raise PlanError(
                 f"unknown schedule {name!r}; give some of {', '.join(NAMES)}{meant(name, NAMES)}"
             )
-    if job.overlap_moe_expert_parallel_comm and args.offload in ("auto", "half", "full"):
+    always = args.offload in ("auto", "half", "full")
+    if job.overlap_moe_expert_parallel_comm and always:
         raise PlanError(f"--offload {args.offload} cannot be combined with {PAIRS}; drop one")
-    profiles = {}
-    if args.profile and job.vocab_parallel:
-        raise PlanError(
-            "--profile has times of the whole vocabulary's layers; drop it or --pp-vocab-parallel"
-        )
-    for path in args.profile or ():
-        profile = Profile.load(path)
-        size, cheap = profile.micro_batch_size, profile.cheap_recompute
-        profile.require(job.with_(micro_batch_size=size, cheap_recompute=cheap))
-        profiles[profile.micro_batch_size, profile.cheap_recompute] = profile
     return SearchSpace(
         job,
         gpu,
         pp,
         names,
-        numbers(args.chunks, "--chunks") or _chunks(job),
-        _sizes(args, job, profiles),
+        numbers(args.chunks, "--chunks") or _chunks(job, own),
+        _sizes(args, job, _profiles(args, job)),
         recompute(args, job),
         {None: _ANY, "any": _ANY, "off": ()}.get(args.offload, (args.offload,)),
         args.offload_transfer,
         not args.no_balance,
-        profiles,
+        _profiles(args, job),
         network_of(args),
-        always_offload=args.offload in ("auto", "half", "full"),
+        always_offload=always,
         vocabulary=args.shard_vocabulary == "auto",
+        full_recompute=args.cheap_recompute in (None, "auto") and not args.profile,
+        overlap=own.overlap,
+        slices=_slices(args, job, own),
     )
 
 
-def _chunks(job: Job) -> tuple[int, ...]:
+def _slices(args: argparse.Namespace, job: Job, own: Given) -> tuple[int, ...]:
+    """Numbers of slices that are tried.
+
+    Raises:
+        PlanError: some are asked for, but training cuts no sequences of this job.
+    """
+    if args.slices == "off" or network_of(args) is not None or args.profile:
+        return ()
+    why = refusal(own.arguments, job)
+    if args.slices in (None, "auto"):
+        return () if why else NUMBERS
+    if why and not own.searches:
+        raise PlanError(f"--slices {args.slices}: {why}")
+    return tuple(n for n in numbers(args.slices, "--slices") or () if n > 1 and not why)
+
+
+def _profiles(args: argparse.Namespace, job: Job) -> dict[tuple[int, bool], Profile]:
+    if args.profile and job.vocab_parallel:
+        raise PlanError(
+            "--profile has times of the whole vocabulary's layers; drop it or --pp-vocab-parallel"
+        )
+    profiles = {}
+    for path in args.profile or ():
+        profile = Profile.load(path)
+        size, cheap = profile.micro_batch_size, profile.cheap_recompute
+        profile.require(job.with_(micro_batch_size=size, cheap_recompute=cheap))
+        profiles[profile.micro_batch_size, profile.cheap_recompute] = profile
+    return profiles
+
+
+def _chunks(job: Job, own: Given) -> tuple[int, ...]:
+    """2, 4 and the user's own."""
     pp = job.pipeline_model_parallel_size
-    return tuple(v for v in (2, 4) if v == 2 or v * pp <= job.num_layers)
+    mine = {own.chunks} if own.schedule != "1f1b" else set()
+    return tuple(v for v in sorted({2, 4} | mine) if v == 2 or v * pp <= job.num_layers)
 
 
 def _sizes(
@@ -134,6 +224,34 @@ def recompute(args: argparse.Namespace, job: Job) -> tuple[bool, ...]:
     if args.cheap_recompute == "on" and job.recompute_granularity == "full":
         raise PlanError("--cheap-recompute on has nothing to do under full recomputation")
     return (args.cheap_recompute == "on",)
+
+
+def slower(args: argparse.Namespace) -> Fraction | None:
+    """By which share an answer may be slower than the fastest; None: the objective is time.
+
+    Raises:
+        PlanError: it is given for that.
+    """
+    if args.objective == "memory":
+        return Fraction(1, 20) if args.slower is None else Fraction(args.slower)
+    if args.slower is not None:
+        raise PlanError("--slower is for --objective memory; give both")
+    return None
+
+
+def share(text: str) -> Fraction:
+    """A share of 1 such as 5% or 0.05, from 0 to 10.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        found = Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        found = Fraction(-1)
+    if not 0 <= found <= 10:
+        raise argparse.ArgumentTypeError(f"must be a share such as 5% or 0.05, got {text!r}")
+    return found
 
 
 def numbers(text: str | None, flag: str) -> tuple[int, ...] | None:

@@ -73,9 +73,12 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
     each = job.element_bytes * job.sharded_tokens * job.hidden_size
     if job.distribute_saved_activations:
         each //= job.tensor_model_parallel_size
+    known: dict[str, tuple[list[Part], tuple[int, int, int]]] = {}
     for place, number in enumerate(stage.layers):
-        parts = layer(job, job.layers[number])
-        b, w, extra = sums(job, parts)
+        kinds = job.layers[number]
+        if kinds not in known:
+            known[kinds] = layer(job, kinds), sums(job, layer(job, kinds))
+        parts, (b, w, extra) = known[kinds]
         bytes_b_to_w += w
         widest = max(widest, *(part.widest for part in parts))
         buffers = max(buffers, *(part.buffers for part in parts))

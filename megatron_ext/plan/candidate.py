@@ -2,157 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from ..schedule import OffloadSpec, Schedule, ScheduleSpec, simulate
-from ..schedule.passes.offload import wanted_chunks
-from .layout import Split
-from .memory import message_bytes, rank_bytes
-from .model import Job
-from .moe_job import fixed_plan, keeps_from_offload
+from ..schedule import Costs, Schedule, ScheduleSpec, select, simulate
+from ..schedule.bounds import makespan_bound
+from ..schedule.effects import peak_sets
+from .cases import ROUNDING, Case
+from .memory import states_of
+from .moe_job import fixed_plan
 from .overlap import is_open
-from .space import SearchSpace, Workload
-from .vocabulary import rank_work, with_passes
+from .space import SearchSpace
+from .vocabulary import BARRIERS, NOT_WITH, rank_work, with_passes
+from .workload import Workload
 
 
-@dataclass(frozen=True)
+@dataclass
+class Units:
+    """Orders for equal costs with few microbatches; all divisions with as many ranks share them."""
+
+    orders: dict[ScheduleSpec, Schedule] = field(default_factory=dict)
+    idles: dict[ScheduleSpec, Fraction] = field(default_factory=dict)
+
+    def _key(self, spec: ScheduleSpec) -> ScheduleSpec:
+        few = min(spec.microbatches, 2 * spec.pp)
+        plain = replace(spec, cap=None, offload=None, barriers=0, overlap=False)
+        return replace(plain, microbatches=few, costs=Costs(), effort=_EFFORT)
+
+    def __call__(self, spec: ScheduleSpec) -> Schedule:
+        """The order of a name, of as many microbatches as its peak needs."""
+        key = self._key(spec)
+        if key not in self.orders:
+            self.orders[key] = select(key).schedule
+        return self.orders[key]
+
+    def idle(self, spec: ScheduleSpec) -> Fraction:
+        """Time that is no work on any rank, where F, B and W of a rank take 1 each."""
+        key = self._key(spec)
+        if key not in self.idles:
+            self.idles[key] = simulate(self(spec), Costs()).makespan - 3 * key.microbatches
+        return self.idles[key]
+
+
+@dataclass(frozen=True, eq=False)
 class Candidate:
-    """What may be simulated.
+    """What may be simulated. Times are of an iteration, with what is beside its passes.
 
     Attributes:
+        space: of its division.
         bound_us: no order is faster.
         likely_us, bytes: what the order for equal costs takes, and holds on the fullest rank; with
             offload about.
-        states: of these, what stays without any activation.
+        beside_us: of these, what is beside the passes.
+        states: of the bytes, what stays without any activation.
+        rough: time and bytes are by closed forms.
     """
 
+    space: SearchSpace
     spec: ScheduleSpec
     workload: Workload
-    bound_us: Fraction
-    likely_us: Fraction
+    bound_us: float
+    likely_us: float
+    beside_us: float
     bytes: int
     states: int
+    rough: bool = False
+
+    @property
+    def hoped_us(self) -> float:
+        """What it may take with luck: by a part of the idle time of the order for equal costs less.
+
+        That order's time was up to half of its idle time too long where microbatches are few.
+        """
+        hoped = self.likely_us - _LUCK * max(0.0, self.likely_us - self.bound_us)
+        return hoped * _OF_ROUGH if self.rough else hoped
+
+    @property
+    def offload(self) -> str | None:
+        """What is offloaded, as ``--offload``."""
+        return None if self.spec.offload is None else str(self.spec.offload.wanted)
+
+    def refined(self, units: Units) -> Candidate:
+        """With the time and the bytes of the order for equal costs, without offload.
+
+        Vocabulary passes and pairs, which that order has not, are taken to be everywhere.
+        """
+        order, work = units(self.spec), self.workload
+        spec = replace(self.spec, offload=None)
+        costs = work.costs.in_pairs()
+        most = max(rank_work(costs, order.placement))
+        # Every further microbatch on the rank with most work.
+        more = spec.microbatches - order.microbatches
+        time = simulate(order, costs).makespan + more * most
+        if spec.barriers:
+            time += order.microbatches * (most - max(costs.per_rank_work(order.placement)))
+        size = max(with_passes(work.ranks(order), work.stages, order, spec.microbatches))
+        if spec.overlap:  # a pair's F takes memory before its B frees any
+            size += max(stage.sets.bytes_f_to_b for stage in work.stages)
+        bound = makespan_bound(order.placement, spec.microbatches, work.costs.computation())
+        return replace(
+            self,
+            spec=spec,
+            bound_us=max(self.bound_us, float(bound) * ROUNDING + self.beside_us),
+            likely_us=float(time) + self.beside_us,
+            bytes=size,
+            rough=False,
+        )
 
 
-def likely(spec: ScheduleSpec, work: Workload, order: Schedule, bound: Fraction) -> Candidate:
-    """A candidate without offload.
-
-    Args:
-        spec, work, bound: what it is, and its ``bound_us``.
-        order: of its passes for equal costs and few microbatches, without those of a vocabulary
-            and without pairs, which are taken to be everywhere.
-    """
-    costs = work.costs.in_pairs()
-    most = max(rank_work(costs, order.placement))
-    # Every further microbatch on the rank with most work.
-    more = spec.microbatches - order.microbatches
-    time = simulate(order, costs).makespan + more * most
-    if spec.barriers:
-        time += order.microbatches * (most - max(costs.per_rank_work(order.placement)))
-    ranks = work.ranks(order)
-    size = max(with_passes(ranks, work.stages, order, spec.microbatches))
-    if spec.overlap:  # a pair's F takes memory before its B frees any
-        size += max(stage.sets.bytes_f_to_b for stage in work.stages)
-    states = max(rank.states.total for rank in ranks)
-    return Candidate(spec, work, bound, time, size, states)
-
-
-def pairs_of(
-    candidates: Sequence[Candidate], asked: Job
-) -> Iterator[tuple[ScheduleSpec, Job, Split]]:
-    """``candidates`` with passes in pairs, where both fit together and the job leaves it open."""
-    for one in candidates if is_open(asked) else ():
-        job, spec = one.workload.job, one.spec
-        if spec.offload is None and not spec.barriers and fixed_plan(job) is None:
-            job = job.with_(overlap_moe_expert_parallel_comm=True)
-            yield replace(spec, overlap=True), job, one.workload.split
-
-
-def first_of_kinds(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each schedule and microbatch size the likely fastest one, in that order."""
-    first: dict[tuple[str, int | None, int], Candidate] = {}
-    for one in sorted(candidates, key=lambda one: (one.likely_us, one.bytes)):
-        kind = one.spec.name, one.spec.chunks, one.workload.job.micro_batch_size
-        first.setdefault(kind, one)
-    return list(first.values())
-
-
-def offers(one: Candidate, space: SearchSpace, order: Schedule) -> list[Candidate]:
-    """``one`` with the kinds of offload that its link can carry, or that are asked for.
-
-    Args:
-        one: without offload.
-        space: whose ``offload`` is tried; ``auto``, which takes longest to plan, only if need be.
-        order: of its passes for equal costs.
-    """
-    out: list[Candidate] = []
-    if one.spec.overlap:
-        return out
-    if one.spec.cap is not None:
-        return out  # with offload a cap is of what stays on the device: another point
-    if any(stage.sets.host for stage in one.workload.stages):
-        return out  # its MoE layers use the link to the host by themselves
-    if keeps_from_offload(one.workload.job):
-        return out
-    link = space.link(one.workload, one.spec.placement)
-    for wanted in space.offload:
-        offload = OffloadSpec(wanted, link)
-        load = _load(one, offload)
-        if not space.always_offload and (out if wanted == "auto" else load > _CROWDED):
+def candidates_of(case: Case, units: Units) -> Iterator[Candidate]:
+    """All of a case but schedules at a cap and offload, with rough times and bytes."""
+    space, job = case.space, case.job
+    for spec in space.specs():
+        placement = spec.placement
+        if placement.is_vee() != case.vee or (job.vocab_parallel and spec.name in NOT_WITH):
             continue
-        over = max(Fraction(0), load - 1) if wanted != "auto" else Fraction(0)
-        likely = one.likely_us * (1 + over / 2)  # what it cannot carry in time stays
-        size = _offloaded_bytes(one, offload, order)
-        spec = replace(one.spec, offload=offload)
-        out.append(replace(one, spec=spec, likely_us=likely, bytes=size))
-    return out
+        if placement.num_stages > max(job.num_layers, 1) + 2:
+            continue
+        if space.stock and placement.chunks > 1 and case.microbatches % space.pp:
+            continue  # Megatron's interleaving takes whole groups
+        sized = replace(
+            spec,
+            microbatches=case.microbatches,
+            barriers=BARRIERS * job.vocab_parallel,
+            overlap=bool(job.overlap_moe_expert_parallel_comm),
+        )
+        order = units(sized)
+        paired = is_open(job) and fixed_plan(job) is None and not sized.barriers
+        for split in space.splits(job, order, peak_sets(order.ranks)):
+            yield _rough(case, sized, space.workload(job, case.microbatches, split), units)
+            if paired:
+                both = job.with_(overlap_moe_expert_parallel_comm=True)
+                pair = space.workload(both, case.microbatches, split)
+                yield _rough(case, replace(sized, overlap=True), pair, units)
 
 
-def _offloaded(one: Candidate, offload: OffloadSpec) -> list[list[int]]:
-    """Per rank, the stages of which sets are to be offloaded.
-
-    The last stage's are not: its B follows its F at once.
-    """
-    placement = one.spec.placement
-    wanted = wanted_chunks(str(offload.wanted), placement.chunks)
-    count = placement.chunks if wanted is None else int(wanted)
-    last = placement.num_stages - 1
-    return [[s for s in row[:count] if s != last] for row in placement.stages]
-
-
-def _load(one: Candidate, offload: OffloadSpec) -> Fraction:
-    """Share of its time that the busiest link needs for what it is asked to move."""
-    placement, costs = one.spec.placement, one.workload.costs
-    times = offload.link.times(placement, costs.durations(placement))
-    busiest = 0
-    for stages in _offloaded(one, offload):
-        ways = [sum(way[s] for s in stages) for way in (times.to_host, times.to_device)]
-        busiest = max(busiest, max(ways) if offload.link.policy == "dual" else sum(ways))
-    return Fraction(busiest, times.durations.scale) / max(rank_work(costs, placement))
+def _rough(case: Case, spec: ScheduleSpec, work: Workload, units: Units) -> Candidate:
+    space, m, order = case.space, case.microbatches, units(spec)
+    placement = order.placement
+    busy = [float(time) for time in rank_work(work.costs.computation(), placement)]
+    beside = work.overhead(placement).total * 1e6
+    bound = max(case.bound_us, (m * max(busy)) * ROUNDING + beside)
+    likely = m * max(busy) + float(units.idle(spec)) * sum(busy) / (3 * len(busy)) + beside
+    states = states_of(placement, work.stages)
+    sizes = []
+    for row, held, own in zip(placement.stages, peak_sets(order.ranks), states):
+        sets = [work.stages[s].sets for s in row]
+        each = sum(one.bytes_f_to_b for one in sets) / len(row)
+        passing = max(one.recompute_bytes + one.layer + one.logits for one in sets)
+        sizes.append(own.total + int(held * each) + passing)
+    most = max(one.total for one in states)
+    return Candidate(space, replace(spec, costs=work.costs), work, bound, likely, beside,
+                     max(sizes), most, rough=True)  # fmt: skip
 
 
-def _offloaded_bytes(one: Candidate, offload: OffloadSpec, order: Schedule) -> int:
-    """Likely bytes of the fullest rank: two sets on their way or in use, of those that leave.
-
-    PipeOffload, section 3 (between two and three sets stay under full offload). ``auto`` sends
-    what the link carries, the longest kept first, so what stays falls with the square.
-    """
-    stages = list(one.workload.stages)
-    for row in _offloaded(one, offload):
-        for stage in row:
-            sets = stages[stage].sets
-            offloaded = sets._replace(
-                bytes_f_to_b=0, bytes_b_to_w=0, layer=sets.layer + 2 * sets.bytes_f_to_b
-            )
-            stages[stage] = stages[stage]._replace(sets=offloaded)
-    ranks = rank_bytes(order, stages, message_bytes(one.workload.job))
-    least = max(with_passes(ranks, stages, order, one.spec.microbatches))
-    if offload.wanted != "auto":
-        return least
-    stays = 1 - 1 / max(Fraction(1), _load(one, offload))
-    return least + int(max(0, one.bytes - least) * stays**2)
-
-
-_CROWDED = Fraction(9, 8)  # beyond, a link that is asked for more only makes compute wait
+_EFFORT = 1.0  # orders for equal costs are made once
+_LUCK, _OF_ROUGH = 0.4, 0.985

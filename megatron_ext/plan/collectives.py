@@ -55,6 +55,9 @@ class Overlap(NamedTuple):
     parameters: bool = False
 
 
+NO_OVERLAP = Overlap()
+
+
 class Links:
     """Rates between the ranks of a job.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..schedule.actions import AnyAction, Op, Operation
@@ -77,8 +78,7 @@ class RankBytes:
 
 def stage_bytes(job: Job, split: Split) -> list[StageBytes]:
     """What every stage of a split takes; a shard of the vocabulary counts to its rank's first."""
-    out = []
-    known: dict[tuple[object, ...], StageBytes] = {}
+    out, known = [], _known(job)
     for number, stage in enumerate(split.stages):
         first = number < job.pipeline_model_parallel_size
         key = tuple(job.layers[number] for number in stage.layers), stage[1:], first
@@ -90,6 +90,12 @@ def stage_bytes(job: Job, split: Split) -> list[StageBytes]:
             known[key] = StageBytes(total, state_bytes(job, total), sets)
         out.append(known[key])
     return out
+
+
+@lru_cache(maxsize=256)
+def _known(job: Job) -> dict[tuple[object, ...], StageBytes]:
+    """Stages of the job that were counted already: a search asks for few, again and again."""
+    return {}
 
 
 def growth(stages: Sequence[StageBytes]) -> Fraction:

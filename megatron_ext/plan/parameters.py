@@ -106,7 +106,13 @@ def shard_parameters(job: Job) -> Count:
 
 def stage_parameters(job: Job, stage: Stage) -> Count:
     """Of one stage on one rank, without ``shard_parameters``."""
-    total = sum((layer_parameters(job, number) for number in stage.layers), Count())
+    each: dict[str, Count] = {}
+    total = Count()
+    for number in stage.layers:
+        kinds = job.layers[number]
+        if kinds not in each:
+            each[kinds] = layer_parameters(job, number)
+        total += each[kinds]
     predicts = stage.predicts and bool(job.mtp_layers)
     if predicts:
         total += prediction_parameters(job)

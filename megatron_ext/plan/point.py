@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, TypeVar
 
+from ..schedule import Schedule, ScheduleSpec, select, simulate_messages
 from ..schedule.costs import number_to_json
-from ..schedule.generators import Objective
+from ..schedule.generators import Objective, default_effort
 from ..schedule.memory_cap import ShareCap
-from ..schedule.passes.lower import simulate_messages
-from ..schedule.schedule import Schedule
-from ..schedule.select import select
-from ..schedule.spec import ScheduleSpec
-from . import node_order
+from .collectives import Overhead
 from .memory import RankBytes
+from .model import Job
 from .moe_job import flags as moe_flags
 from .overlap import FLAG as PAIRS
-from .space import Workload
+from .slices import FLAG as SLICES
+from .slices import simulate_words
+from .workload import Workload
 
 
 @dataclass(frozen=True)
@@ -51,36 +52,39 @@ class Point:
         """Of the rank that has most on the host."""
         return max(rank.host for rank in self.ranks)
 
+    @cached_property
+    def overhead(self) -> Overhead:
+        """Of an iteration beside its passes."""
+        return self.workload.overhead(self.spec.placement)
+
+    @cached_property
+    def iteration_us(self) -> Fraction:
+        """Passes, then what is beside them, in microseconds."""
+        return self.makespan_us + round(self.overhead.total * 1e6)
+
+    @property
+    def job(self) -> Job:
+        """With its division, microbatch size and recompute."""
+        return self.workload.job
+
+    @property
+    def is_pipeline(self) -> bool:
+        """False without a pipeline, on Megatron alone."""
+        return self.spec.pp > 1
+
+    @property
+    def name(self) -> str:
+        """The schedule's."""
+        return self.spec.name if self.is_pipeline else NO_PIPELINE
+
     def key(self) -> Key:
         """What the front compares."""
-        return self.makespan_us, self.worst.total, self.host_bytes
+        return self.iteration_us, self.worst.total, self.host_bytes
 
     @property
     def offload(self) -> str | None:
         """What is offloaded, as ``--offload``."""
         return None if self.spec.offload is None else str(self.spec.offload.wanted)
-
-    def node_host_bytes(self, per_node: int) -> tuple[list[int], list[int]] | None:
-        """Host memory of every node, with ranks in order and balanced (``node_order``).
-
-        None where nothing is offloaded, there is one node, or nodes cannot be balanced.
-        """
-        job = self.workload.job
-        each = job.tensor_model_parallel_size * job.context_parallel_size * job.data_parallel_size
-        world = self.spec.pp * each
-        group = node_order.group_size(
-            job.tensor_model_parallel_size,
-            job.context_parallel_size,
-            job.expert_model_parallel_size,
-            job.expert_tensor_parallel_size,
-        )
-        if not self.host_bytes or world <= per_node:
-            return None
-        try:
-            node_order.check_group(per_node, group)
-            return node_order.host_bytes([rank.host for rank in self.ranks], world, per_node)
-        except ValueError:
-            return None
 
     @property
     def cap(self) -> Fraction | None:
@@ -96,10 +100,10 @@ class Point:
 
         The stages' times are the same; only the order of the passes may be made for others.
         """
-        costs = self.workload.by_name.costs
-        if costs == self.spec.costs:
+        spec = replace(self.spec, costs=self.workload.by_name.costs, effort=default_effort())
+        if not self.is_pipeline or self.spec.slices or spec == self.spec:
             return self.makespan_us
-        made = select(replace(self.spec, costs=costs)).schedule
+        made = select(spec).schedule
         work = self.workload
         return simulate_messages(made, work.network, work.costs).makespan
 
@@ -110,6 +114,8 @@ class Point:
             stage_file: where ``stage_cost`` was written to.
         """
         spec = self.spec
+        if not self.is_pipeline:
+            return []  # nothing to simulate
         words = ["--schedule", spec.name, "--pp", str(spec.pp)]
         words += ["--microbatches", str(spec.microbatches), "--chunks", str(spec.chunks)]
         words += ["--stage-cost", stage_file, "--hop", str(number_to_json(spec.costs.hop))]
@@ -117,9 +123,12 @@ class Point:
             words += [f"--{option}", value]
         if spec.overlap:
             words.append("--overlap")
+        words += simulate_words(spec, self.job)
         if spec.costs.vocabulary is not None:
             times = (str(number_to_json(x)) for x in spec.costs.vocabulary)
             words += ["--vocabulary", ",".join(times)]
+        if spec.effort != default_effort():
+            words += ["--effort", f"{spec.effort:g}"]
         network = self.workload.network
         return words if network is None else words + network.words
 
@@ -130,8 +139,10 @@ class Point:
             file: a schedule file that holds this point's order; None: by name.
         """
         job, spec, split = self.workload.job, self.spec, self.workload.split
-        words = [f"--pipeline-model-parallel-size {spec.pp}"]
+        words = [*_division_flags(job), f"--pipeline-model-parallel-size {spec.pp}"]
         words += [f"--micro-batch-size {job.micro_batch_size}"]
+        if not self.is_pipeline:
+            return words
         if not split.even or (job.hybrid and spec.placement.chunks > 1):
             flag, value = split.flag(job)
             words += [f"{flag} '{value}'"]
@@ -149,6 +160,7 @@ class Point:
             return [*words, f"--pp-schedule {file}"]
         words += [f"--pp-schedule {spec.name}"]
         words += [flag for flag in (self.workload.by_name.flag,) if flag]
+        words += [f"{SLICES} {spec.slices[0]}"] if spec.slices else []
         return words + [f"--pp-{option} {value}" for option, value in self._options()]
 
     def _options(self) -> list[tuple[str, str]]:
@@ -174,6 +186,27 @@ class Point:
             for name, rows in found.items()
             if rows is not None
         }
+
+
+def _division_flags(job: Job) -> list[str]:
+    """Megatron's flags of the other parallel sizes, and of full recompute."""
+    tp, cp = job.tensor_model_parallel_size, job.context_parallel_size
+    words = [f"--tensor-model-parallel-size {tp}"]
+    words += ["--sequence-parallel"] if job.sequence_parallel else []
+    words += [f"--context-parallel-size {cp}"] if cp > 1 else []
+    if job.num_experts:
+        words += [f"--expert-model-parallel-size {job.expert_model_parallel_size}"]
+        words += [f"--expert-tensor-parallel-size {job.expert_tensor_parallel_size}"]
+    words += ["--use-distributed-optimizer"] if job.use_distributed_optimizer else []
+    if job.recompute_granularity == "full":
+        words += [
+            f"--recompute-granularity full --recompute-method {job.recompute_method} "
+            f"--recompute-num-layers {job.recompute_num_layers}"
+        ]
+    return words
+
+
+NO_PIPELINE = "no-pipeline"
 
 
 def evaluate(spec: ScheduleSpec, workload: Workload) -> Point:

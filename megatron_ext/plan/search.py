@@ -1,194 +1,255 @@
-"""The search: enumerate candidates, bound their times, simulate what may be of use.
+"""The search: one queue of all that may be chosen, whichever of it the user has fixed.
 
-Every candidate has a lower bound of its time (``makespan_bound``), and a likely time and likely
-bytes, from the same schedule for equal costs and few microbatches. Four steps: what may be the
-fastest of those that fit, the likely fastest first and none whose bound is no better than what was
-found; schedules at the largest cap that fits; what is too large but may be the fastest with
-offload; and what may be on the front besides, with offload or without. Where offload is asked for,
-every candidate has it from the start. A search makes orders of at most so many passes; that
-counts the same on every machine, so the result does not depend on it.
+What is searched is a division of the devices, a microbatch size, a kind of recompute, the
+vocabulary in one piece or sharded, a schedule with its chunks, a split of the layers, slices, and
+offload. It is looked at in three steps, each of which costs about ten times as much as the one
+before: closed forms of a *case* (``cases.py``), the same schedule for equal costs with few
+microbatches (a *candidate*), and the schedule itself (a *point*). The queue's first is what is
+likely the fastest by all that is known of it. What cannot be faster than the best point is left
+out by its lower bound; the search ends when nothing is left that is likely to be faster, or when
+its work is used up. Work counts passes and not seconds, so the answer is the same on every machine.
+
+Points that are there before (the user's own flags, stock schedules that fit) are candidates for
+the answer too: it is never slower than they are, whatever the limit cuts. What takes longest to
+make, orders at a cap or with offload, comes after all that, only where a bound lets it win.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import count
 
-from ..schedule import GENERATORS, ScheduleSpec
-from ..schedule.bounds import makespan_bound
-from ..schedule.effects import peak_sets
-from .candidate import Candidate, first_of_kinds, likely, offers, pairs_of
-from .layout import Split
-from .model import Job, PlanError
-from .point import Point, evaluate, front
-from .rivals import Rivals
-from .space import SearchSpace, Workload
-from .vocabulary import BARRIERS, NOT_WITH, rank_work
-
-# Passes of all orders of a search; about half a minute of one core. Offload plans and orders at a
-# cap are searched for, which takes so many times as long.
-MOST_PASSES = 2_000_000
-_OFFLOAD, _CAP = 10, 25
-_VOCABULARY = 4  # several orders with its passes are made for one
-_OVERLAP = 30  # and many with pairs
+from ..schedule import GENERATORS, Costs, ScheduleSpec
+from . import later
+from .alone import without_pipeline
+from .candidate import Candidate, Units, candidates_of
+from .cases import Case, cases
+from .model import PlanError
+from .offers import offers
+from .point import Point, evaluate
+from .result import Result, division_text
+from .space import SearchSpace
+from .work import FOR_COSTLY, MOST, NEAR, Work, full
+from .workload import Workload
 
 
 @dataclass
-class Result:
-    """What was found.
+class Seen:
+    """What left the queue and was not simulated, or not yet.
 
     Attributes:
-        budget, host_budget: bytes per rank, of the device and of the host (None: no limit).
-        skipped: candidates that were left out because the search had made all its passes.
+        never: cases whose states alone are too large.
+        ready: candidates with a likely time; ``large``: of these what does not fit as it is.
+        hopeless: far too large, and without a likely time.
+        dear: too much work for the queue.
+        twins: simulated in another division.
     """
 
-    budget: int
-    host_budget: int | None
-    points: list[Point] = field(default_factory=list)
-    skipped: int = 0
-    candidates: int = 0
-
-    def fits(self, point: Point) -> bool:
-        """True if it keeps both budgets."""
-        host = self.host_budget is None or point.host_bytes <= self.host_budget
-        return host and point.worst.total <= self.budget
-
-    @property
-    def front(self) -> list[Point]:
-        """The points that fit and that no other one beats."""
-        return front(filter(self.fits, self.points), Point.key)
-
-    @property
-    def best(self) -> Point | None:
-        """The fastest that fits; of equally fast ones what needs least of the host, then least."""
-        fitting = [point for point in self.points if self.fits(point)]
-        return min(
-            fitting,
-            key=lambda point: (point.makespan_us, point.host_bytes, point.worst.total),
-            default=None,
-        )
-
-    @property
-    def smallest(self) -> Point:
-        """The point with fewest bytes on its fullest rank, of those that keep the host's budget."""
-        usable = [
-            p for p in self.points if self.host_budget is None or p.host_bytes <= self.host_budget
-        ]
-        return min(usable, key=lambda point: (point.worst.total, point.makespan_us))
+    never: list[Case] = field(default_factory=list)
+    ready: list[Candidate] = field(default_factory=list)
+    large: list[Candidate] = field(default_factory=list)
+    hopeless: list[Candidate] = field(default_factory=list)
+    dear: list[Candidate] = field(default_factory=list)
+    twins: list[Candidate] = field(default_factory=list)
 
 
 class Search:
     """One search.
 
     Args:
+        spaces: of every division that is searched.
         budget, host_budget: as ``Result``.
-        effort: a factor on ``MOST_PASSES``.
+        effort: a factor on the work.
         progress: called with a line now and then.
-        rivals: of other divisions; None: there are none.
+        given: points that are there before, and may be the answer.
+        slower: as ``Result``.
+        alone: no pipeline may be the answer, where a space has one rank.
     """
 
     def __init__(
         self,
-        space: SearchSpace,
+        spaces: Sequence[SearchSpace],
         budget: int,
         host_budget: int | None = None,
         effort: float = 1.0,
         progress: Callable[[str], None] = lambda line: None,
-        rivals: Rivals | None = None,
+        given: Iterable[Point] = (),
+        slower: Fraction | None = None,
+        *,
+        alone: bool = True,
     ) -> None:
-        self.space, self.progress = space, progress
-        self.passes_left = MOST_PASSES * effort
-        self.result = Result(budget, host_budget)
-        self.rivals = rivals or Rivals()
+        self.spaces, self.progress, self.alone = spaces, progress, alone
+        self.units = Units()
+        self.work = Work(MOST * effort)
+        self.result = Result(budget, host_budget, list(given), slower)
+        self.queue: list[tuple[float, int, Case | Candidate]] = []
+        self._numbers = count()
+        self.seen = Seen()
 
     def run(self) -> Result:
         """Search.
 
         Raises:
-            PlanError: no schedule is possible for this model and number of ranks.
+            PlanError: no schedule is possible for this model and these devices.
         """
-        candidates = self.candidates()
-        if self.space.always_offload:
-            candidates = self._all_offloaded(candidates)
-        budget = self.result.budget
-        fitting = [one for one in candidates if one.bytes <= budget * _NEAR]
-        for one in fitting:
-            if self._is_near(one):
-                self._add(one.spec, one.workload)
-        self._pairs(fitting)
-        whole = [one for one in fitting if self.space.vocabulary and not one.spec.barriers]
-        if whole and not self._known(whole[0].spec, whole[0].workload):
-            self._add(whole[0].spec, whole[0].workload)  # what the others are compared with
-        if not self.space.always_offload:
-            self._capped(candidates)
-            self._offload([o for o in candidates if o.bytes > budget and o.states < budget])
-        # Smallest first: it ends the front on the other side, and beats what lies between.
-        for one in sorted(fitting, key=lambda one: (one.bytes, one.likely_us)):
-            if not self._known(one.spec, one.workload) and not self._beaten(one):
-                self._add(one.spec, one.workload)
-        best = self.result.best
-        if best is None and not self.rivals.points:
-            self._smallest(candidates)
-        elif best is not None and not self.space.always_offload:
-            self._less(candidates)
-        return self.result
+        result = self.result
+        # They need no search, and are no reason to leave out a pipeline.
+        alone = [point for point in result.points if not point.is_pipeline]
+        result.points = [point for point in result.points if point.is_pipeline]
+        self._begin()
+        for _ in range(_ROUNDS):
+            self._fastest()
+            before = self.best_us
+            self._polish()
+            if self.best_us <= before:
+                break  # else the orders in full are too large, or slower
+        later.costly(self)
+        self._polish()
+        later.small(self)
+        self._polish()
+        later.whole_vocabulary(self)
+        alone += [result.alone] if self.alone and result.alone is not None else []
+        for point in alone:
+            if not any(p.key() == point.key() for p in result.points):
+                result.points.append(point)
+        if result.best is None:
+            later.smallest(self)
+            self._polish()
+        if not result.points:
+            raise PlanError(_why_none(self.spaces))
+        _count_left(self)
+        return result
 
-    def candidates(self) -> list[Candidate]:
-        """All of them but schedules at a cap and offload, the likely fastest first.
+    @property
+    def always_offload(self) -> bool:
+        """Every point has to have some."""
+        return any(space.always_offload for space in self.spaces)
 
-        Raises:
-            PlanError: there is none.
-        """
-        found: list[Candidate] = []
-        for spec in self.space.specs():
-            if spec.placement.num_stages > max(self.space.job.num_layers, 1) + 2:
-                continue
-            for job, microbatches in self.space.jobs():
-                if job.vocab_parallel and spec.name in NOT_WITH:
+    @property
+    def best_us(self) -> float:
+        """Of the fastest that fits; infinite without one."""
+        best = self.result.fastest
+        return float("inf") if best is None else float(best.iteration_us)
+
+    def _begin(self) -> None:
+        """Put every case into the queue."""
+        failed: PlanError | None = None
+        for space in self.spaces:
+            try:
+                if space.pp < 2:
+                    self._alone(space)
                     continue
-                barriers = BARRIERS * job.vocab_parallel
-                pairs = bool(job.overlap_moe_expert_parallel_comm)
-                sized = replace(spec, microbatches=microbatches, barriers=barriers, overlap=pairs)
-                order = self.rivals.unit(sized)
-                splits = self.space.splits(job, order, peak_sets(order.ranks))
-                each = (self._candidate(sized, job, split) for split in splits)
-                found += [one for one in each if one is not None]
-        if not found and not self.rivals.points:
-            layers, pp = self.space.job.num_layers, self.space.pp
-            fix = "give other --schedules or --chunks"
-            if not self.space.balance and layers % pp:
-                fix = "leave out --no-balance, with which Megatron's flags have to divide them"
-            raise PlanError(
-                f"none of {', '.join(self.space.schedules)} is possible with {layers} layers on "
-                f"{pp} ranks; {fix}"
-            )
-        found.sort(key=lambda one: (one.likely_us, one.bytes))
-        self.result.candidates = len(found)
-        self.progress(f"{len(found)} candidates")
-        return found
+                found = cases(space, self.result.budget)
+            except PlanError as error:
+                failed = error
+                continue
+            self.result.cases += len(found)
+            self.work.take(self.work.of_cases(len(found)))
+            for case in found:
+                if case.states <= self.result.budget:
+                    self._put(case.likely_us * _OF_CASE, case)
+                else:
+                    self.seen.never.append(case)
+        self.result.divisions = len(self.spaces)
+        if failed is not None and not self.result.cases and self.result.alone is None:
+            raise failed
 
-    def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate | None:
-        """None for what is of no interest beside ``rivals``."""
-        work = self.space.workload(job, spec.microbatches, split)
-        order, costs = self.rivals.unit(spec), work.costs.computation()
-        bound = makespan_bound(order.placement, spec.microbatches, costs)
-        bound = max(bound, spec.microbatches * max(rank_work(costs, order.placement)))
-        if self.rivals.points and self.rivals.leave_out(order.placement, work, bound):
-            return None
-        self.rivals.made += 3 * order.placement.num_stages * order.microbatches
-        return likely(replace(spec, costs=work.costs), work, order, bound)
+    def _alone(self, space: SearchSpace) -> None:
+        """Without a pipeline there is one order, so all points are made at once."""
+        for job in (job for job, _ in space.jobs() if not job.cheap_recompute):
+            point = without_pipeline(space, job)
+            known = self.result.alone
+            if self.result.fits(point) and (known is None or point.key() < known.key()):
+                self.result.alone = point
 
-    def _add(self, spec: ScheduleSpec, work: Workload) -> Point | None:
-        """Simulate a point; None if the search has made all its passes, or nothing keeps a cap."""
-        passes = 3 * spec.placement.num_stages * spec.microbatches
-        passes *= _CAP if spec.cap is not None else _OFFLOAD if spec.offload is not None else 1
-        passes *= _VOCABULARY if spec.barriers else _OVERLAP if spec.overlap else 1
-        # The first few are free: there is always an answer.
-        if passes > self.passes_left and len(self.result.points) >= _ALWAYS:
-            self.result.skipped += 1
+    def _put(self, key: float, one: Case | Candidate) -> None:
+        heapq.heappush(self.queue, (key, next(self._numbers), one))
+
+    def _fastest(self) -> None:
+        """Look at what is likely the fastest until nothing is."""
+        budget = self.result.budget
+        while self.queue and (self.work.more_than(FOR_COSTLY) or len(self.result.points) < _ALWAYS):
+            key, _, one = heapq.heappop(self.queue)
+            if key >= self.best_us:
+                heapq.heappush(self.queue, (key, next(self._numbers), one))
+                return
+            if one.bound_us >= self.best_us:
+                continue
+            if isinstance(one, Case):
+                self.expand(one)
+            elif one.rough and self._hopeless(one):
+                self.seen.hopeless.append(one)
+            elif one.rough:
+                self.refine(one)
+            elif self._has_twin(one):
+                self.seen.twins.append(one)
+            elif (one.spec.offload or one.spec.overlap) and not self.work.affords(
+                one.spec, FOR_COSTLY
+            ):
+                self.seen.dear.append(one)
+            elif one.bytes <= budget * NEAR or self.always_offload:
+                self.add(one.spec, one.workload)
+
+    def _hopeless(self, one: Candidate) -> bool:
+        """Even half of its activations do not fit by far."""
+        if one.spec.offload is not None:
+            return False
+        return one.bytes - one.states > _HOPELESS * (self.result.budget - one.states)
+
+    def _has_twin(self, one: Candidate) -> bool:
+        """The same order with nearly the same passes was simulated on another division."""
+        return any(
+            p.job != one.workload.job
+            and (p.name, p.spec.pp, p.spec.microbatches)
+            == (one.spec.name, one.spec.pp, one.spec.microbatches)
+            and (p.spec.chunks, p.spec.group_size, p.offload)
+            == (one.spec.chunks, one.spec.group_size, one.offload)
+            and p.workload.split == one.workload.split
+            and _alike(p.workload.costs, one.workload.costs)
+            for p in self.result.points
+        )
+
+    def expand(self, case: Case) -> None:
+        """Put a case's candidates into the queue, with rough times."""
+        self.result.searched += 1
+        for one in candidates_of(case, self.units):
+            self.work.take(self.work.of_rough())
+            if case.space.always_offload:
+                for offer in offers(one, case.space, self.units(one.spec)):
+                    self._put(offer.hoped_us, offer)
+            else:
+                self._put(one.hoped_us, one)
+
+    def refine(self, rough: Candidate) -> None:
+        """Put it back with its likely time, or among the large ones."""
+        one = rough.refined(self.units)
+        self.work.take(self.work.of_likely(one.spec))
+        self.result.candidates += 1
+        if rough.spec.offload is not None:
+            found = offers(one, rough.space, self.units(one.spec))
+            one = next((o for o in found if o.offload == rough.offload), None) or one
+        self.seen.ready.append(one)
+        if one.bytes <= self.result.budget * NEAR:
+            self._put(one.hoped_us, one)
+            return
+        self.seen.large.append(one)
+        # What the link can carry is as fast; orders that use all of it take long to plan.
+        for offer in offers(one, one.space, self.units(one.spec)) if not rough.offload else ():
+            if offer.offload != "auto" and offer.bytes <= self.result.budget:
+                self._put(offer.hoped_us, offer)
+                return
+
+    def add(self, spec: ScheduleSpec, work: Workload, *, quick: bool = True) -> Point | None:
+        """Simulate a point; None if it is known, or nothing keeps a cap."""
+        # Quick orders leave less of what offload could move, and have no pairs.
+        if quick and spec.offload is None and not spec.overlap and not GENERATORS[spec.name].fixed:
+            spec = replace(spec, effort=0.0)
+        if self.known(spec, work):
             return None
-        self.passes_left -= passes
+        self.work.take(self.work.of_point(spec))
         try:
             point = evaluate(spec, work)
         except ValueError:
@@ -196,145 +257,96 @@ class Search:
                 raise
             return None
         self.result.points.append(point)
-        best = self.result.best
-        fastest = f"best {float(best.makespan_us) / 1e3:.1f} ms" if best else "none fits yet"
-        self.progress(f"{len(self.result.points)} simulated, {fastest}")
+        self._tell(point)
         return point
 
-    def _known(self, spec: ScheduleSpec, work: Workload) -> bool:
-        return any((p.spec, p.workload) == (spec, work) for p in self.result.points)
+    def _tell(self, point: Point) -> None:
+        best, text = self.result.fastest, "none fits yet"
+        if best is not None:
+            text = f"best {self.best_us / 1e3:.1f} ms on {division_text(best.job)}, {best.name}"
+            left = min((one.bound_us for _, _, one in self.queue), default=self.best_us)
+            share = 1 - left / self.best_us
+            if share > 0.0005:
+                text += f"; {share:.1%} faster at most is possible"
+        self.progress(f"{len(self.result.points)} simulated, {text}")
 
-    def _beaten(self, one: Candidate) -> bool:
-        host = one.spec.offload is not None
-        return self.rivals.beat(one.likely_us, one.bytes) or any(
-            p.makespan_us <= one.likely_us
-            and p.worst.total <= one.bytes
-            and (host or not p.host_bytes)
+    def known(self, spec: ScheduleSpec, work: Workload) -> bool:
+        plain = replace(spec, effort=0.0)
+        return any(
+            p.workload == work
+            and p.spec.effort >= spec.effort
+            and replace(p.spec, effort=0.0) == plain
             for p in self.result.points
         )
 
-    def _may_win(self, bound_us: Fraction) -> bool:
-        best = self.result.best
-        return bound_us < self.rivals.fastest and (best is None or bound_us < best.makespan_us)
+    def may_win(self, one: Candidate) -> bool:
+        return one.bound_us < self.best_us
 
-    def _is_near(self, one: Candidate) -> bool:
-        """It may be the fastest, and is likely to be about as fast."""
-        best = self.result.best
-        near = _NEAR_SHARDED if one.spec.barriers else _FAR
-        far = best is not None and one.likely_us > best.makespan_us * near
-        return not far and self._may_win(one.bound_us)
+    def _polish(self) -> None:
+        """Make the orders of the best in full, as training does, until the best one is."""
+        limit = self.best_us * _CLOSE
+        quick = [p for p in self.result.points if p.spec.effort < full() and self.result.fits(p)]
+        near = sorted((p for p in quick if p.iteration_us <= limit), key=Point.key)[:_POLISHED]
+        for point in near:
+            if self.work.affords(replace(point.spec, effort=full()), 0.0):
+                self._full(point)
+        while (best := self.result.best) is not None and best.spec.effort < full():
+            self._full(best)
 
-    def _pairs(self, candidates: Sequence[Candidate]) -> None:
-        """Passes in pairs with the likely fastest schedules, where that is left open."""
-        room = self.result.budget * _NEAR
-        found = [self._candidate(*one) for one in pairs_of(candidates, self.space.job)]
-        for one in first_of_kinds([o for o in found if o is not None and o.bytes <= room])[:_PAIRS]:
-            if self._is_near(one):
-                self._add(one.spec, one.workload)
-
-    def _capped(self, candidates: list[Candidate]) -> None:
-        """V placement at the largest cap that fits, where 1F1B's memory does not."""
-        names = [name for name in self.space.schedules if GENERATORS[name].takes_memory_cap]
-        seen: list[Workload] = []
-        tried, size = 0, self.result.budget
-        for one in candidates:
-            work = one.workload
-            if tried == _CAPS or not one.spec.placement.is_vee() or work in seen:
-                continue
-            seen.append(work)
-            large, small = (
-                work.peak(self.rivals.unit(replace(one.spec, name=name)))
-                for name in ("v-zb", "v-min")
-            )
-            if not small <= size < large:
-                continue
-            tried += 1
-            cap, placement = self.space.budget(work, size), one.spec.placement
-            # The selector tries one more: an order need not hold its cap on every rank.
-            sets = 1 + cap.most_sets(placement)
-            costs = work.costs.computation()
-            bound = makespan_bound(placement, work.microbatches, costs, sets)
-            for name in names:
-                if self._may_win(bound):
-                    self._add(replace(one.spec, name=name, cap=cap), work)
-
-    def _offload(self, large: Sequence[Candidate]) -> None:
-        """Simulate what is too large on the device but may be fast, until it fits."""
-        for one in large:
-            for offer in self._offers(one):
-                best = self.result.best
-                # Likely times of these are near, and their orders take longer to make.
-                late = one.spec.barriers and best and offer.likely_us > best.makespan_us
-                if late or not self._may_win(one.bound_us) or offer.bytes > self.result.budget:
-                    continue
-                point = self._add(offer.spec, offer.workload)
-                if point is not None and self.result.fits(point):
-                    break
-
-    def _less(self, candidates: Sequence[Candidate]) -> None:
-        """Simulate what offload may bring under the memory of everything as fast.
-
-        ``auto`` for the best one only: it takes much longer to plan, and frees less.
-        """
-        room, best = self.result.budget, self.result.best
-        assert best is not None
-        found: list[tuple[bool, int, Fraction, Candidate]] = []
-        for one in candidates:
-            other = (one.spec, one.workload) != (best.spec, best.workload)
-            for offer in self._offers(one)[-1:] if one.states < room else ():
-                wanted = offer.spec.offload and offer.spec.offload.wanted
-                fits = offer.bytes <= room and offer.likely_us <= best.makespan_us * _SLOW
-                if fits and not (other and wanted == "auto"):
-                    found.append((other, offer.bytes, offer.likely_us, offer))
-        # The best one's own first, then the smallest; estimates of one kind err alike.
-        tried: set[tuple[str, int | None, int | None]] = set()
-        for *_, offer in sorted(found, key=lambda row: row[:3]):
-            spec = offer.spec
-            kind = spec.name, spec.chunks, spec.group_size
-            new = kind not in tried and not self._known(spec, offer.workload)
-            if len(tried) < _LESS and new and not self._beaten(offer):
-                tried.add(kind)
-                self._add(spec, offer.workload)
-
-    def _all_offloaded(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates with the offload that is asked for, however slow the link.
-
-        Raises:
-            PlanError: no schedule can be combined with it.
-        """
-        found = [offer for one in candidates for offer in self._offers(one)]
-        if not found:
-            raise PlanError(
-                f"--offload {', '.join(self.space.offload)}: none of the schedules searched keeps "
-                "an activation set that can be offloaded; give other --schedules, or --offload off"
-            )
-        return sorted(found, key=lambda one: (one.likely_us, one.bytes))
-
-    def _offers(self, one: Candidate) -> list[Candidate]:
-        return offers(one, self.space, self.rivals.unit(one.spec))
-
-    def _smallest(self, candidates: list[Candidate]) -> None:
-        """Nothing fits: the smallest there is, with and without offload."""
-        for one in sorted(candidates, key=lambda one: (one.bytes, one.bound_us))[:_SMALLEST]:
-            if not self._known(one.spec, one.workload):
-                self._add(one.spec, one.workload)
-        if self.space.always_offload:
-            return
-        found = [offer for one in candidates for offer in self._offers(one)[-1:]]
-        seen: set[tuple[str, bool]] = set()
-        for offer in sorted(found, key=lambda one: (one.bytes, one.bound_us)):
-            spec, work = offer.spec, offer.workload
-            kind = spec.name, work.split.even  # estimates of one kind err alike
-            if kind not in seen and len(seen) <= _SMALLEST and not self._known(spec, work):
-                seen.add(kind)
-                self._add(spec, work)
+    def _full(self, point: Point) -> None:
+        """Replace a point by the one that training makes."""
+        spec = replace(point.spec, effort=full())
+        self.work.take(self.work.of_point(spec))
+        self.result.points.remove(point)
+        self.result.points.append(evaluate(spec, point.workload))
+        self._tell(point)
 
 
-_ALWAYS = 3  # points
-_FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than those for the costs
-_NEAR_SHARDED = Fraction(51, 50)  # orders with passes of the vocabulary start from those
-_NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
-_CAPS = 2  # workloads for which an order at a cap is made
-_PAIRS = 4  # schedules that are tried with pairs, where both is possible
-_SMALLEST = 3  # points, each with and without offload
-_LESS, _SLOW = 3, Fraction(5, 4)  # points with less on the device, slower than the best by so much
+def _why_none(spaces: Sequence[SearchSpace]) -> str:
+    first = spaces[0]
+    layers, pp = first.job.num_layers, first.pp
+    if len(spaces) > 1:
+        return (
+            "no division of these devices has a schedule for this model; give --pp, "
+            "--schedules or --chunks"
+        )
+    if first.always_offload and first.schedules:
+        return (
+            f"--offload {', '.join(first.offload)}: none of the schedules searched keeps an "
+            "activation set that can be offloaded; give other --schedules, or --offload off"
+        )
+    fix = "give other --schedules or --chunks"
+    if not first.balance and layers % pp:
+        fix = "leave out --no-balance, with which Megatron's flags have to divide them"
+    return (
+        f"none of {', '.join(first.schedules)} is possible with {layers} layers on "
+        f"{pp} ranks; {fix}"
+    )
+
+
+def _count_left(search: Search) -> None:
+    """How much was skipped, and how fast it can be at most."""
+    best = search.best_us
+    left = [(key, one) for key, _, one in search.queue if one.bound_us < best]
+    left += [(0.0, one) for one in search.seen.dear if one.bound_us < best]
+    unlikely = (*search.seen.twins, *search.seen.hopeless)
+    left += [(best, one) for one in unlikely if one.bound_us < best]
+    search.result.skipped = len(left)
+    search.result.unsearched = sum(isinstance(one, Case) for _, one in left)
+    search.result.cut = sum(key < best for key, _ in left)
+    search.result.least_us = min((one.bound_us for _, one in left), default=None)
+
+
+def _alike(a: Costs, b: Costs) -> bool:
+    """Every pass takes as long within half a per cent."""
+    rows = zip(a.stages or (), b.stages or ())
+    times = [pair for one, other in rows for pair in zip(one, other)]
+    times += list(zip(a.vocabulary or (), b.vocabulary or ()))
+    return all(200 * abs(x - y) <= x for x, y in times)
+
+
+_OF_CASE = 0.97  # the likely time of a case by which its candidates' may be shorter
+_ALWAYS = 3  # points are made whatever the work
+_CLOSE, _POLISHED = 1.015, 5  # points whose orders are made in full: so near the best, so many
+_HOPELESS = 1.8  # times the room for activations
+_ROUNDS = 3

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
 
 from ..schedule import (
     GENERATORS,
     NAMES,
-    Costs,
     Link,
     Placement,
     Schedule,
     ScheduleSpec,
 )
-from ..schedule.costs import number_to_json
 from ..schedule.network import Network
 from .balance import balanced
-from .budget import Budget
+from .collectives import NO_OVERLAP, Overlap
 from .gpu import Gpu
 from .layout import Split, split_of
-from .memory import RankBytes, StageBytes, message_bytes, rank_bytes, stage_bytes
+from .memory import StageBytes, stage_bytes
 from .model import Job, PlanError
 from .profile import Profile
 from .times import (
@@ -31,55 +27,13 @@ from .times import (
     costs_in_us,
     exchange_shares,
     hop_time,
-    mean_costs,
     moe_variants,
     stage_times,
     vocabulary_times,
     with_exchange,
 )
 from .vocabulary import settings, shard_states
-
-
-class ByName(NamedTuple):
-    """What training makes an order for if it is given a schedule's name.
-
-    Attributes:
-        flag: with which it does; empty: without one.
-        costs: that it makes the order for.
-    """
-
-    flag: str
-    costs: Costs
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A job with a layer split: what costs and bytes follow from.
-
-    Attributes:
-        job: with its microbatch size and recompute.
-        split: layers of every stage.
-        costs: of the stages, in microseconds.
-        stages: bytes of every stage.
-        by_name: how training comes to these costs.
-        network: how messages wait for each other; None: not at all.
-    """
-
-    job: Job
-    microbatches: int
-    split: Split
-    costs: Costs
-    stages: tuple[StageBytes, ...]
-    by_name: ByName
-    network: Network | None = None
-
-    def ranks(self, schedule: Schedule) -> list[RankBytes]:
-        """Every rank's bytes at its peak under ``schedule``."""
-        return rank_bytes(schedule, self.stages, message_bytes(self.job))
-
-    def peak(self, schedule: Schedule) -> int:
-        """Bytes of the fullest rank."""
-        return max(rank.total for rank in self.ranks(schedule))
+from .workload import Workload, named_by
 
 
 @dataclass(frozen=True)
@@ -99,6 +53,10 @@ class SearchSpace:
         network: how messages wait for each other; None: not at all.
         always_offload: every point has an offload of ``offload``; False: where it is of use.
         vocabulary: try the vocabulary in one piece and sharded, as far as the job allows.
+        full_recompute: try full recompute too, where the job has none of its own.
+        overlap: which data-parallel exchange passes hide.
+        slices: numbers of slices that every sequence may be cut into, where that is worth it.
+        stock: Megatron's own schedules, as it runs them, and no flag of ours.
     """
 
     job: Job
@@ -115,6 +73,10 @@ class SearchSpace:
     network: Network | None = None
     always_offload: bool = False
     vocabulary: bool = False
+    full_recompute: bool = False
+    overlap: Overlap = NO_OVERLAP
+    slices: tuple[int, ...] = ()
+    stock: bool = False
 
     def specs(self) -> list[ScheduleSpec]:
         """Every schedule, for one microbatch, but those at any cap, which depends on what fits."""
@@ -144,10 +106,9 @@ class SearchSpace:
         out = []
         failed: PlanError | None = None
         for size in self.micro_batch_sizes:
-            for cheap in self.cheap_recompute:
-                if self.profiles and (size, cheap) not in self.profiles:
+            for job in self._recomputes(size):
+                if self.profiles and (size, job.cheap_recompute) not in self.profiles:
                     continue
-                job = self.job.with_(micro_batch_size=size, cheap_recompute=cheap)
                 try:
                     microbatches = job.microbatches()
                 except PlanError as error:
@@ -155,7 +116,8 @@ class SearchSpace:
                     continue
                 # What was measured is of one plan of the MoE layers, and of one vocabulary.
                 each = [job] if self.profiles else moe_variants(job, self.gpu)
-                both = settings(job, choose=self.vocabulary and not self.profiles)
+                choose = self.vocabulary and not self.profiles and self.pp > 1
+                both = settings(job, choose=choose)
                 out += [(o.with_(vocab_parallel=v), microbatches) for v in both for o in each]
         if not out:
             raise failed or PlanError(
@@ -164,30 +126,42 @@ class SearchSpace:
             )
         return out
 
+    def _recomputes(self, size: int) -> list[Job]:
+        """The job with this microbatch size and every kind of recompute."""
+        out = [
+            self.job.with_(micro_batch_size=size, cheap_recompute=cheap)
+            for cheap in self.cheap_recompute
+        ]
+        if self.full_recompute and self.job.recompute_granularity is None:
+            pairs = self.job.overlap_moe_expert_parallel_comm
+            full = self.job.with_(
+                micro_batch_size=size,
+                cheap_recompute=False,
+                recompute_granularity="full",
+                recompute_method="uniform",
+                recompute_modules=(),
+            )
+            out += [] if pairs else [full]
+        return out
+
     def workload(self, job: Job, microbatches: int, split: Split) -> Workload:
         """Costs and bytes of one split."""
-        profile = self._profile(job)
+        profile = self.profile(job)
         hop = hop_time(job, self.gpu)
         stages: Sequence[StageBytes] = stage_bytes(job, split)
         if profile is not None:
             hop = hop if profile.hop is None else profile.hop
             stages = profile.sized(stages, split)
-        costs = costs_in_us(self._times(job, split), hop, vocabulary_times(job, self.gpu))
-        by_name = self._by_name(costs, profile, split)
+        costs = costs_in_us(self.times(job, split), hop, vocabulary_times(job, self.gpu))
+        by_name = named_by(costs, profile, split, self.gpu, self.pp)
         if job.overlap_moe_expert_parallel_comm:
             shares = exchange_shares(job, split, self.gpu)
             costs = with_exchange(costs, shares, self.pp)
             by_name = by_name._replace(costs=with_exchange(by_name.costs, shares, self.pp))
-        return Workload(job, microbatches, split, costs, tuple(stages), by_name, self.network)
-
-    def _by_name(self, costs: Costs, profile: Profile | None, split: Split) -> ByName:
-        if profile is not None and profile.path:
-            return ByName(f"--pp-profile {shlex.quote(profile.path)}", profile.costs(split))
-        if profile is None and self.gpu.has_rates_of_the_table:
-            return ByName("", costs)  # training makes the same estimate
-        mean = mean_costs(costs, self.pp)
-        numbers = mean.forward, mean.backward_input, mean.backward_weight, mean.hop
-        return ByName("--pp-cost " + ",".join(str(number_to_json(x)) for x in numbers), mean)
+        return Workload(
+            *(job, microbatches, split, costs, tuple(stages), by_name),
+            *(self.gpu, self.overlap, self.network),
+        )
 
     def splits(self, job: Job, order: Schedule, peaks: Sequence[int]) -> list[Split]:
         """Megatron's own, and balanced ones that differ, for an order with these peaks, in sets."""
@@ -211,7 +185,7 @@ class SearchSpace:
         """The split that evens out the ranks' work; None if it has to stay or cannot be."""
         if not self.balance or job.stages_are_given or placement.num_stages < 3:
             return None
-        first, middle, last = map(sum, self._times(job, _ends(job)))
+        first, middle, last = map(sum, self.times(job, _ends(job)))
         each = [middle / job.num_layers] * placement.pp
         return balanced(placement, job.num_layers, each, first, last)
 
@@ -231,7 +205,7 @@ class SearchSpace:
 
     def link(self, workload: Workload, placement: Placement) -> Link:
         """Transfer times of every stage's sets beside its passes."""
-        profile = self._profile(workload.job)
+        profile = self.profile(workload.job)
         there, back = self.gpu.to_host, self.gpu.to_device
         if profile is not None:
             there, back = profile.to_host or there, profile.to_device or back
@@ -241,15 +215,13 @@ class SearchSpace:
         sizes = [stage.sets.bytes_f_to_b for stage in workload.stages]
         return Link.measured(placement, sizes, seconds, (there, back), self.policy)
 
-    def budget(self, workload: Workload, size: int) -> Budget:
-        """``size`` bytes a rank as a cap on schedules of ``workload``."""
-        return Budget(workload.job, size, lambda _: workload.split, self._profile(workload.job))
-
-    def _profile(self, job: Job) -> Profile | None:
+    def profile(self, job: Job) -> Profile | None:
+        """What was measured of a job; None: nothing."""
         return self.profiles.get((job.micro_batch_size, job.cheap_recompute))
 
-    def _times(self, job: Job, split: Split) -> list[PassTimes]:
-        profile = self._profile(job)
+    def times(self, job: Job, split: Split) -> list[PassTimes]:
+        """F, B and W of every stage for one microbatch, in seconds: measured or estimated."""
+        profile = self.profile(job)
         return stage_times(job, split, self.gpu) if profile is None else profile.times(split)
 
 

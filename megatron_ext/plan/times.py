@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..schedule.costs import Costs, merged
@@ -34,7 +35,7 @@ ASSUMPTIONS = (
     "network's rate and beside the passes",
     "tensor-parallel communication is not hidden; context-parallel communication is",
     f"FP8 and FP4 products run at {_SPEED_OF_QUANTIZED} times the 16-bit rate",
-    "not in a step's time: the optimizer, data-parallel communication and loading data",
+    "not in an iteration's time: loading data, evaluation, checkpoints",
 )
 
 
@@ -139,11 +140,23 @@ def moe_variants(job: Job, gpu: Gpu) -> list[Job]:
     return variants(job, gpu, price_of(job, gpu))
 
 
+@lru_cache(maxsize=256)
+def _model(job: Job, gpu: Gpu) -> _Model:
+    return _Model(job, gpu)
+
+
+@lru_cache(maxsize=256)
+def _layers(job: Job, gpu: Gpu) -> dict[str, PassTimes]:
+    """Of one layer of every kind: computed once, for all splits of a search."""
+    model, stock = _model(job, gpu), without_chunks(job)
+    return {kinds: model.parts(layer(stock, kinds), kinds) for kinds in set(job.layers)}
+
+
 def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
     """F, B and W of every stage for one microbatch, in seconds."""
-    model = _Model(job, gpu)
+    model = _model(job, gpu)
     stock = without_chunks(job)
-    each = {kinds: model.parts(layer(stock, kinds), kinds) for kinds in set(job.layers)}
+    each = _layers(job, gpu)
     full, out = job.recompute_granularity == "full", []
     for stage in split.stages:
         total = PassTimes()

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ..plan.point import evaluate
-from ..plan.space import Workload
+from ..plan.workload import Workload
 from ..schedule import ScheduleSpec, generate
 from ..schedule.bounds import makespan_bound
 from .jobs import BUDGET, SCHEDULES, Model, mfu, request, with_dropout

@@ -15,8 +15,9 @@ from ..plan.layout import Split, even_split
 from ..plan.memory import stage_bytes
 from ..plan.model import Job
 from ..plan.point import Point, evaluate
-from ..plan.space import SearchSpace, Workload
+from ..plan.space import SearchSpace
 from ..plan.times import stage_times
+from ..plan.workload import Workload
 from ..schedule import Link, OffloadSpec, ScheduleSpec
 from .rows import Cell, published
 

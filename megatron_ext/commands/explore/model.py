@@ -11,7 +11,8 @@ from ...plan.flags import job_of
 from ...plan.gpu import Gpu, gpu_of
 from ...plan.layout import split_of
 from ...plan.model import Job, PlanError
-from ...plan.space import SearchSpace, Workload
+from ...plan.space import SearchSpace
+from ...plan.workload import Workload
 from ...schedule import GENERATORS, Placement, Schedule
 from .. import plan_input
 from ..common import InputError

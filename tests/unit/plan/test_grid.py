@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import random
+from fractions import Fraction
 
 import pytest
 
 from megatron_ext import cli
+from megatron_ext.plan.alone import without_pipeline
+from megatron_ext.plan.cases import cases
 from megatron_ext.plan.collectives import Links, Overlap, overhead
 from megatron_ext.plan.divisions import divisions
 from megatron_ext.plan.flags import read
 from megatron_ext.plan.gpu import gpu_of
-from megatron_ext.plan.grid import Grid, variants
 from megatron_ext.plan.layout import Split
-from megatron_ext.plan.memory import stage_bytes
+from megatron_ext.plan.memory import stage_bytes, states_of
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.parameters import Count
+from megatron_ext.plan.point import evaluate
 from megatron_ext.plan.search import Search
 from megatron_ext.plan.space import SearchSpace
+from megatron_ext.plan.stock import of_stock
+from megatron_ext.plan.vocabulary import rank_work
+from megatron_ext.schedule import Placement
+
+from .every import candidates
 
 GIB = 2**30
 SMALL = (
@@ -33,52 +42,37 @@ def given(line=SMALL):
     return read(line.split())[0]
 
 
-def grid(line=SMALL, budget=30 * GIB, schedules=("1f1b", "zb-h1", "v-half"), **options):
-    def space_of(job):
-        return SearchSpace(
-            job,
-            A100,
-            job.pipeline_model_parallel_size,
-            schedules,
-            (2,),
-            (job.micro_batch_size,),
-            (job.cheap_recompute,),
-            offload=(),
+def spaces(line=SMALL, schedules=("1f1b", "zb-h1", "v-half")):
+    """Of every division."""
+    return [
+        SearchSpace(
+            job, A100, job.pipeline_model_parallel_size, schedules, (2,), (1, 2), (False,),
+            offload=(), full_recompute=True,
         )
-
-    return Grid(
-        divisions(given(line)),
-        space_of,
-        lambda job: variants(job, (1, 2), (False,), full=True),
-        Links(A100, 8),
-        budget,
-        **options,
-    )
+        for job in divisions(given(line))
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def small():
-    """A search, and all that it may choose from, nothing pruned."""
-    search = grid()
-    result = search.run()
-    every = []
-    for job in search.jobs:
-        if job.pipeline_model_parallel_size == 1:
-            continue
-        for one in search.variants(job):
-            try:
-                found = Search(search.space_of(one), search.result.budget).run()
-            except PlanError:
-                continue
-            every += [search.placed(point) for point in found.points]
-    return result, [one for one in every if result.fits(one)]
+    """A search, and all pipelines that it may choose from, nothing pruned."""
+    result = Search(spaces(), 30 * GIB, alone=False).run()
+    every = [
+        (one, evaluate(one.spec, one.workload))
+        for where in spaces()
+        if where.pp > 1
+        for one in candidates(where)
+    ]
+    return result, every
 
 
 def test_pruning_loses_nothing(small):
     result, every = small
-    best = min(every, key=lambda one: one.iteration_us)
-    assert result.best is not None and result.best.iteration_us == best.iteration_us
-    assert result.pruned + result.skipped > 0 and len(result.points) < len(every)
+    fitting = [point for _, point in every if result.fits(point)]
+    assert result.best is not None
+    assert result.best.iteration_us == min(point.iteration_us for point in fitting)
+    assert result.skipped and len(result.points) < len(every)
+    assert result.possible == 0 or result.least_us < result.best.iteration_us
 
 
 def test_the_front_is_one(small):
@@ -89,11 +83,31 @@ def test_the_front_is_one(small):
         assert not any(all(a <= b for a, b in zip(other, key)) for other in others)
 
 
+def test_the_front_misses_no_point(small):
+    result = small[0]
+    for point in filter(result.fits, result.points):
+        assert any(all(a <= b for a, b in zip(other.key(), point.key())) for other in result.front)
+
+
+def test_less_memory_as_the_objective():
+    plain, tight = (
+        Search(spaces(), 30 * GIB, slower=slower, alone=False).run()
+        for slower in (None, Fraction(1, 2))
+    )
+    limit = tight.fastest.iteration_us * Fraction(3, 2)
+    assert tight.best.worst.total < plain.best.worst.total
+    assert tight.best.iteration_us <= limit
+    assert tight.fastest.iteration_us == plain.best.iteration_us
+    for point in filter(tight.fits, tight.points):
+        if point.iteration_us <= limit:
+            assert point.worst.total >= tight.best.worst.total
+
+
 def test_points_are_what_simulate_says(small, tmp_path, capsys):
     path = tmp_path / "stages.json"
-    assert len({one.job.pipeline_model_parallel_size for one in small[1]}) > 1
-    for one in small[1]:
-        point = one.point
+    points = {(p.spec.pp, p.name): p for p in small[0].points}.values()
+    assert len({point.spec.pp for point in points}) > 1
+    for point in points:
         path.write_text(json.dumps(point.stage_cost()))
         assert cli.main(["simulate", "--json", *point.simulate_arguments(str(path))]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -102,22 +116,71 @@ def test_points_are_what_simulate_says(small, tmp_path, capsys):
 
 
 def test_closed_forms_are_bounds(small):
-    """No point of a case is faster or smaller than they allow."""
-    search = grid()
-    for one in small[1]:
-        case = search.case(one.job)
-        assert case.bound_us <= one.iteration_us
-        assert case.states <= max(rank.states.total for rank in one.point.ranks) * 1.001
+    """No point of a case is faster or smaller than they allow, whatever its split."""
+    forms = {
+        (case.job, case.vee): case
+        for where in spaces()
+        if where.pp > 1
+        for case in cases(where, 30 * GIB)
+    }
+    for one, point in small[1]:
+        case = forms[point.job, point.spec.placement.is_vee()]
+        assert case.bound_us <= one.bound_us <= point.iteration_us
+        assert case.states <= max(rank.states.total for rank in point.ranks) * 1.001
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_closed_forms_hold_for_any_layers(seed):
+    """Random splits, of models whose layers may differ."""
+    rng = random.Random(seed)
+    pattern = "" if seed else "--num-experts 4 --moe-layer-freq ([0]*2+[1]*6)"
+    line = f"{SMALL} {pattern} --pipeline-model-parallel-size 4"
+    where = next(one for one in spaces(line) if one.pp == 4)
+    for case in cases(where, 30 * GIB):
+        stages = 8 if case.vee else rng.choice((4, 8))
+        placement = Placement.vee(4) if case.vee else Placement.loop(4, stages // 4)
+        cuts = sorted(rng.choices(range(9), k=stages - 1))
+        split = Split(tuple(b - a for a, b in zip([0, *cuts], [*cuts, 8])))
+        work = where.workload(case.job, case.microbatches, split)
+        most = max(rank_work(work.costs, placement)) * case.microbatches
+        assert case.bound_us <= most + work.overhead(placement).total * 1e6
+        states = max(one.total for one in states_of(placement, work.stages))
+        assert case.states <= states * 1.001
 
 
 def test_the_same_answer_every_time(small):
-    again = grid().run()
+    again = Search(spaces(), 30 * GIB, alone=False).run()
     assert [p.key() for p in again.points] == [p.key() for p in small[0].points]
 
 
-def test_passes_are_limited():
-    result = grid(effort=1e-4).run()
-    assert result.points and result.skipped
+def test_work_is_limited_and_given_points_stay(small):
+    """Whatever the limit cuts, an answer is no slower than a point that was given."""
+    for given in small[0].front:
+        result = Search(spaces(), 30 * GIB, effort=1e-4, given=[given], alone=False).run()
+        assert result.best.iteration_us <= given.iteration_us
+    assert result.skipped and 0 < result.possible < 1
+    assert result.possible >= 1 - small[0].best.iteration_us / result.best.iteration_us
+
+
+def test_stock_is_what_megatron_runs():
+    for where in spaces(f"{SMALL} --pp-vocab-parallel --pipeline-model-parallel-size 2"):
+        found = candidates(of_stock(where))
+        assert {one.spec.name for one in found} <= {"1f1b", "interleaved"}
+        for one in found:
+            assert one.workload.split.even and not one.workload.job.vocab_parallel
+            assert one.spec.chunks == 1 or one.spec.microbatches % where.pp == 0
+        assert {one.workload.job.recompute_granularity for one in found} == {None, "full"}
+
+
+def test_no_pipeline_has_one_order():
+    where = next(one for one in spaces() if one.pp == 1)
+    job, m = where.jobs()[0]
+    point = without_pipeline(where, job)
+    (times,) = where.times(job, Split((8,)))
+    assert float(point.makespan_us) == pytest.approx(1e6 * m * sum(times), rel=1e-3)
+    assert not point.is_pipeline and point.simulate_arguments("x") == []
+    assert "--pipeline-model-parallel-size 1" in point.flags()
+    assert not any("--pp-" in words for words in point.flags())
 
 
 def test_divisions_keep_megatrons_rules():

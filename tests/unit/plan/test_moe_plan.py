@@ -232,7 +232,7 @@ def test_the_budget_leaves_out_what_is_too_large():
 def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
     this = job()
     space = SearchSpace(this, gpu_of("H100"), 4, ("1f1b", "v-half"), cheap_recompute=(False,))
-    free = Search(space, 79 * 2**30).run()
+    free = Search([space], 79 * 2**30).run()
     best = free.best
     assert fixed_plan(best.workload.job).strategy.keeps_products
     chunks = fixed_plan(best.workload.job).chunks
@@ -241,10 +241,10 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
     small = min(kept, key=lambda p: p.worst.total)
     assert not fixed_plan(small.workload.job).strategy.keeps_products
     assert any("--moe-memory-reuse s" in word for word in small.flags())
-    tight = Search(space, small.worst.total).run()
+    tight = Search([space], small.worst.total).run()
     assert tight.best is not None and tight.best.worst.total <= small.worst.total
     off = SearchSpace(with_plan(this, STOCK), *list(vars(space).values())[1:])
-    assert Search(off, small.worst.total).run().best is None
+    assert Search([off], small.worst.total).run().best is None
 
 
 # --- bad input ---

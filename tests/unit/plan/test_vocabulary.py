@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.plan.activations import stage_set, with_shard
-from megatron_ext.plan.collectives import Links
+from megatron_ext.plan.cases import cases
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import gpu_of
-from megatron_ext.plan.grid import Grid
 from megatron_ext.plan.layout import even_split
 from megatron_ext.plan.memory import rank_bytes, stage_bytes, states_of
 from megatron_ext.plan.model import PlanError
@@ -21,6 +20,8 @@ from megatron_ext.schedule import Placement, ScheduleSpec
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.vocabulary import E, G, S, T, peak_held
+
+from .every import candidates
 
 LLAMA_3_8B = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
@@ -211,17 +212,16 @@ def space(*words, line=SMALL, pp=4, **changes):
     ids=["plain", "depths"],
 )
 def test_likely_times_and_bytes_are_near(words, schedules, most):
-    search = Search(space("--pp-vocab-parallel", *words, schedules=schedules), 80 * GIB)
-    for one in search.candidates():
+    for one in candidates(space("--pp-vocab-parallel", *words, schedules=schedules)):
         point = evaluate(one.spec, one.workload)
-        assert one.bound_us <= point.makespan_us
-        assert 0.8 < float(point.makespan_us / one.likely_us) < 1.1
+        assert one.bound_us <= point.iteration_us
+        assert 0.8 < float(point.iteration_us) / one.likely_us < 1.1
         assert 0.95 < point.worst.total / one.bytes < most
 
 
 def test_a_search_tries_both_and_takes_the_faster():
-    result = Search(space(vocabulary=True), 40 * GIB).run()
-    alone = Search(space(), 40 * GIB).run()
+    result = Search([space(vocabulary=True)], 40 * GIB).run()
+    alone = Search([space()], 40 * GIB).run()
     best = result.best
     assert best is not None and alone.best is not None
     assert best.workload.job.vocab_parallel and best.spec.barriers == 1
@@ -230,22 +230,22 @@ def test_a_search_tries_both_and_takes_the_faster():
     assert not any("--pp-vocab-parallel" in p.flags() for p in alone.points)
     # A vocabulary of no weight is not worth its collectives.
     few = SMALL.replace("128000", "1024")
-    small = Search(space(line=few, schedules=("v-zb",), vocabulary=True), 40 * GIB).run().best
+    small = Search([space(line=few, schedules=("v-zb",), vocabulary=True)], 40 * GIB).run().best
     assert small is not None and not small.workload.job.vocab_parallel
 
 
 def test_a_flag_keeps_the_search_to_it():
-    result = Search(space("--pp-vocab-parallel", vocabulary=True), 40 * GIB).run()
+    result = Search([space("--pp-vocab-parallel", vocabulary=True)], 40 * GIB).run()
     assert result.points and all(p.spec.barriers == 1 for p in result.points)
     with pytest.raises(PlanError, match="none of dualpipev is possible"):
-        Search(space("--pp-vocab-parallel", schedules=("dualpipev",)), 40 * GIB).run()
+        Search([space("--pp-vocab-parallel", schedules=("dualpipev",))], 40 * GIB).run()
 
 
 def test_it_fits_where_nothing_else_does():
     names = ("v-half", "v-min")
-    alone = Search(space(schedules=names), GIB).run().smallest
+    alone = Search([space(schedules=names)], GIB).run().smallest
     budget = int(0.97 * alone.worst.total)
-    best = Search(space(schedules=names, vocabulary=True), budget).run().best
+    best = Search([space(schedules=names, vocabulary=True)], budget).run().best
     assert best is not None and best.workload.job.vocab_parallel
 
 
@@ -262,19 +262,13 @@ def test_work_of_a_rank_has_the_passes():
     assert point.makespan_us > 16 * max(busy)
 
 
-def test_the_search_over_parallel_sizes_keeps_to_the_flag():
-    """Closed forms are bounds with shards, too: states and time are no more than a point's."""
-    links = Links(gpu_of("A100"), 8)
-    each = job("--pp-vocab-parallel", line=SMALL, pp=4)
-
-    def own(one):
-        names = ("v-half", "v-zb")
-        return SearchSpace(one, links.gpu, 4, names, cheap_recompute=(False,), offload=())
-
-    grid = Grid([each], own, lambda one: [one], links, 40 * GIB)
-    case, best = grid.case(each), grid.run().best
-    assert case is not None and best is not None
+def test_closed_forms_are_bounds_with_shards():
+    """States and time are no more than a point's."""
+    where = space("--pp-vocab-parallel", schedules=("v-half", "v-zb"), cheap_recompute=(False,))
+    best = Search([where], 40 * GIB).run().best
+    case = next(one for one in cases(where, 40 * GIB) if one.vee)
+    assert best is not None and best.job == case.job
     assert 0.8 * best.iteration_us < case.bound_us <= best.iteration_us
-    states = min(rank.states.total for rank in best.point.ranks)
+    states = min(rank.states.total for rank in best.ranks)
     assert 0.98 * states < case.states < 1.02 * states
-    assert "--pp-vocab-parallel" in best.point.flags()
+    assert "--pp-vocab-parallel" in best.flags()

@@ -7,17 +7,17 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ....plan.slices import CONFLICTS, FLAG
 from ....releases import parse
 from ....schedule import AUTO
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
-from ...feature import Conflict, Feature, Flag, Needs, Run, require_no_conflict
-from .wanted import CUT, FLAG, Wanted
+from ...feature import Feature, Flag, Needs, Run, require_no_conflict
+from .wanted import CUT, Wanted
 
 _PREDICTION = (0, 17)  # the first version whose multi-token prediction can be cut
 _NUMBERS = (2, 4, 8, 16)  # of slices, that auto chooses from
-_WHOLE = "it takes whole microbatches; drop it"
 
 
 def _count(text: str) -> int | str:
@@ -26,13 +26,6 @@ def _count(text: str) -> int | str:
         return text if text == AUTO else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number or {AUTO}, got {text!r}") from None
-
-
-class _WithEngine(Conflict):
-    """A conflict with Transformer Engine's attention only."""
-
-    def found(self, args: MegatronArgs) -> str | None:
-        return None if getattr(args, "transformer_impl", "") == "local" else super().found(args)
 
 
 class Slices(Feature):
@@ -56,46 +49,7 @@ class Slices(Feature):
             needs=Needs({FLAG: ()}, f"{FLAG} 2 or more", idle=1),
         ),
     )
-    conflicts = (
-        Conflict("--moe-expert-capacity-factor", "a slice would drop other tokens; drop it"),
-        Conflict(
-            "--moe-router-load-balancing-type",
-            "it balances the tokens of one call; use aux_loss or an expert bias",
-            values=("sinkhorn", "quantile_balancing"),
-        ),
-        Conflict("--moe-router-force-load-balancing", "its random numbers are a call's; drop it"),
-        Conflict("--moe-router-force-biased", "its random numbers are a call's; drop it"),
-        Conflict("--moe-enable-routing-replay", "it replays calls; drop it"),
-        Conflict("--moe-pipeline-chunks", _WHOLE, off=("off",)),
-        Conflict("--transformer-impl", "its attention is not cut; use local or transformer_engine",
-                 off=("local", "transformer_engine")),
-        Conflict("--use-legacy-models", "its attention is not cut; drop it"),
-        Conflict("--experimental-attention-variant", "it is not cut; drop it"),
-        Conflict(
-            "--mtp-use-repeated-layer",
-            "recompute could not tell the depths of one layer apart; drop it",
-        ),
-        Conflict("--context-parallel-size", "it cuts sequences, too; drop it", off=(1,)),
-        Conflict("--sliding-window-size", "its mask is not cut; drop it"),
-        _WithEngine(
-            "--window-size", "no kernel was tested that has both; drop it, or use "
-            "--transformer-impl local"
-        ),
-        Conflict("--sft", "packed documents are not cut; drop it"),
-        Conflict("--use-packed-sequences", "packed documents are not cut; drop it"),
-        Conflict("--enable-hyper-connections", "their streams are not cut; drop it"),
-        Conflict("--hybrid-layer-pattern", "recurrent layers have no slices; drop it"),
-        Conflict("--hybrid-override-pattern", "recurrent layers have no slices; drop it"),
-        Conflict("--fp8-format", "its attention takes whole sequences; drop it"),
-        Conflict("--cuda-graph-impl", "a captured layer has one length; drop it", off=("none",)),
-        Conflict("--enable-cuda-graph", "a captured layer has one length; drop it"),
-        Conflict("--external-cuda-graph", "a captured layer has one length; drop it"),
-        Conflict("--overlap-moe-expert-parallel-comm", _WHOLE),
-        Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
-        Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
-                 beside="--multi-latent-attention"),
-        Conflict("--pp-vocab-parallel", _WHOLE),
-    )  # fmt: skip
+    conflicts = CONFLICTS
 
     def check(self, run: Run) -> None:
         wanted = _wanted(run.args)

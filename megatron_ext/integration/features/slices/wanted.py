@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from ....plan.slices import FLAG, attention_share
 from ....schedule.spec import Cut
 from ...errors import ConfigError
 
-FLAG, CUT = "--pp-slices", "--pp-slice-cut"
+CUT = "--pp-slice-cut"
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,7 @@ class Wanted:
         Raises:
             ConfigError: there are fewer tokens than slices.
         """
-        # Of a layer with 12 h^2 weights, causal: 2 h s of 24 h^2 + 2 h s operations a token.
-        attention = Fraction(tokens, 12 * config.hidden_size + tokens)
+        attention = attention_share(tokens, config.hidden_size)
         try:
             return Cut.of(tokens, self.count, attention, _multiple(config), self.even)
         except ValueError as error:

@@ -1,0 +1,25 @@
+"""What an answer of ``plan`` assumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan import collectives, memory, moe_times, slices, times
+from ..plan.divisions import RULES
+from ..plan.space import SearchSpace
+from .network import network_text
+from .plan_options import pair_assumptions
+
+
+def assumptions(space: SearchSpace, notes: Sequence[str], several: bool) -> list[str]:
+    """All that an answer assumes, ``notes`` first; the rules for sizes if there are several."""
+    ways = network_text(space.network).removeprefix("; ")
+    notes = [*([f"messages: {ways}"] if ways else []), *notes]
+    measured = [] if not space.profiles else ["times and rates: measured, from the profile"]
+    job = space.job
+    experts: tuple[str, ...] = moe_times.ASSUMPTIONS if job.num_experts else ()
+    experts += pair_assumptions(job)
+    computed = [*times.ASSUMPTIONS, *experts, *space.gpu.assumptions()]
+    cut = slices.ASSUMPTIONS if space.slices else ()
+    beside = [*cut, *collectives.ASSUMPTIONS, *([f"divisions: {RULES}"] if several else [])]
+    return [*notes, *memory.ASSUMPTIONS, *measured, *computed, *beside]

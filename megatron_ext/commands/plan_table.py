@@ -1,0 +1,67 @@
+"""The table of ``plan``: the front beside the user's own flags and stock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..view.table import columns
+from .plan_baseline import gain, reference
+from .plan_text import assumptions_text, difference_text, heads_of, point_cells, report_text
+
+
+def answer(data: dict[str, Any], file: str | None, *, every: bool) -> str:
+    """The whole answer for people.
+
+    Args:
+        file: that the order was written to.
+        every: with all assumptions.
+    """
+    end = [*assumptions_text(data, every), *difference_text(data)]
+    return "\n".join([report_text(data, file, table(data)), *end])
+
+
+def table(data: dict[str, Any]) -> list[str]:
+    """The points of the front with their gain, and what they are compared with."""
+    rows = data["baselines"]
+    error = data["expected_error"] or 0.0
+    beside = reference(rows)
+    every = [*data["front"], *rows]
+    cells = [
+        (
+            *point_cells(point, every),
+            "-" if beside is None else _percent(gain(point, beside), error),
+        )
+        for point in data["front"]
+    ]
+    for row in rows:
+        name, *rest = point_cells(row, every)
+        over = "" if row["fits"] else " (too large)"
+        alone = row is beside or row["gain"] is None
+        share = "-" if alone else _percent(row["gain"], error)
+        cells.append((f"{row['what']}: {name}{over}", *rest, share))
+    if not cells:
+        return _legend(data)
+    return [*columns([(*heads_of(every), "gain"), *cells]), *_legend(data)]
+
+
+def _percent(share: float, error: float) -> str:
+    """``~`` before what is less than the error to expect."""
+    return f"{'~' if 0 < abs(share) < error else ''}{100 * share:.1f} %"
+
+
+def _legend(data: dict[str, Any]) -> list[str]:
+    lines = []
+    beside = reference(data["baselines"])
+    if beside is not None:
+        lines = [
+            "yours: your flags as they are; stock: the best of Megatron's own schedules that fits, "
+            f"with its recompute; gain: less time an iteration than {beside['what']}",
+        ]
+        if data["expected_error"]:
+            lines.append(
+                f"~: less than the error to expect, {data['expected_error']:.0%}: not told apart "
+                f"from {beside['what']} by this model, so measure both"
+            )
+    if data["yours_impossible"]:
+        lines.append(f"yours has no row: {data['yours_impossible']}")
+    return lines

@@ -1,0 +1,232 @@
+"""Text of ``plan``'s answer: the front, the chosen point's flags, every rank's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..plan.calibration import OF_EXPERTS
+from ..view.timeline import decimal
+from .plan_moe import plan_layer_text
+from .plan_options import expert_overlap_text, post_validation_text, vocabulary_text
+
+
+def report_text(data: dict[str, Any], file: str | None, rows: Sequence[str]) -> str:
+    """``report_json``'s answer for people; ``file`` as there, ``rows`` of its points."""
+    grid = data.get("grid")
+    lines = [
+        f"{data['pp'] if grid is None else grid['world_size']} "
+        f"{'ranks of' if grid is None else 'x'} {data['gpu']}, "
+        f"{gib(data['memory_cap_bytes'])} a rank; {_looked_at(data)}"
+    ]
+    if data["skipped"] and data["possible"] > 0:
+        more = f"; {data['cut']} of them for want of work: --effort 2 does more" * bool(data["cut"])
+        lines.append(
+            f"{data['skipped']} that are unlikely to win were not simulated{more}; none of these "
+            f"can be more than {data['possible']:.1%} faster"
+        )
+    lines.append("")
+    if data["chosen"] is None:
+        lines += [*nothing_fits_text(data), "", *rows]
+    else:
+        heading = "Pareto-optimal in time of an iteration, device and host memory, of what was "
+        lines += [f"{heading}simulated and fits:", *rows, "", *chosen_text(data, file)]
+    if grid is not None and grid["without_pipeline"] is not None:
+        alone = grid["without_pipeline"]
+        cost = f"{alone['iteration_ms']:.1f} ms an iteration, {gib(alone['peak_bytes'])}"
+        sizes = ", ".join(f"{head} {n}" for head, n in zip(_SIZES, _division_cells(alone)))
+        lines += ["", f"without a pipeline, on stock Megatron: {sizes}: {cost}"]
+    if data["ignored"]:
+        lines += ["", "ignored flags: " + " ".join(data["ignored"])]
+    return "\n".join(lines)
+
+
+def _looked_at(data: dict[str, Any]) -> str:
+    grid = data.get("grid")
+    of = "" if grid is None else f"{grid['divisions']} divisions; "
+    return (
+        f"{of}{data['candidates']} candidates, {data['simulated']} points simulated in "
+        f"{data['seconds']:.1f} s"
+    )
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.2f} GiB"
+
+
+_SIZES = ("TP", "PP", "DP", "CP", "EP")
+_HEADS = (
+    *("schedule", "chunks", "mbs", "recompute", "moe", "vocab", "offload", "layout"),
+    *("iteration ms", "tok/s/GPU", "MFU", "bubble", "peak GiB", "rank", "host GiB"),
+)
+
+
+def heads_of(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Of ``point_cells`` of these points."""
+    return ("schedule", *(_SIZES if _several(points) else ()), *_HEADS[1:])
+
+
+def _several(points: Sequence[dict[str, Any]]) -> bool:
+    """Their parallel sizes differ."""
+    return len({tuple(point["division"].values()) for point in points}) > 1
+
+
+def _division_cells(point: dict[str, Any]) -> tuple[str, ...]:
+    sizes = point["division"]
+    return tuple(str(sizes[n]) for n in ("tensor", "pipeline", "data", "context", "expert"))
+
+
+def point_cells(point: dict[str, Any], points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """One row of a table of ``points``."""
+    name, stages = point["schedule"], len(point["layers"])
+    if point["memory_cap"] is not None:
+        name += f" {round(point['memory_cap'] * stages)}/{stages}"
+    if point["group_size"] is not None:
+        name += f" g={point['group_size']}"
+    if point["slices"] > 1:
+        name += f" /{point['slices']}"
+    return (
+        name,
+        *(_division_cells(point) if _several(points) else ()),
+        str(point["chunks"]),
+        str(point["micro_batch_size"]),
+        "cheap" if point["cheap_recompute"] else point["recompute"] or "-",
+        point["moe"],
+        "sharded" if point["vocab_parallel"] else "-",
+        point["offload"] or "-",
+        _layout(point),
+        f"{point['iteration_ms']:.1f}",
+        f"{point['tokens_per_second_per_gpu']:.0f}",
+        f"{100 * point['mfu']:.1f} %",
+        f"{100 * point['bubble']:.2f} %",
+        f"{point['peak_bytes'] / 2**30:.2f}",
+        str(point["peak_rank"]),
+        f"{point['host_bytes'] / 2**30:.2f}",
+    )
+
+
+def _layout(point: dict[str, Any]) -> str:
+    """Whether the layers are even; if not, whether by the user's own flags, or a layout's."""
+    if point["layout"] is not None:
+        return "custom"
+    return "even" if len(set(point["layers"])) == 1 else "given"
+
+
+def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
+    """The flags of the fastest point that fits, and its ranks; ``file`` as ``report_json``."""
+    best = data["chosen"]
+    model = data.get("model_flags") or []
+    lines = [*_iteration(best), *error_text(data)]
+    lines += ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
+    lines += [*_chosen(data, file), *_replaced(data), *vocabulary_text(data, gib)]
+    lines += expert_overlap_text(data, gib)
+    if best["division"]["pipeline"] > 1:
+        lines.append(post_validation_text(data, gib))
+    return [*lines, "", *_ranks(best["ranks"])]
+
+
+def difference_text(data: dict[str, Any]) -> list[str]:
+    """What to change in the user's own flags; nothing if there are none."""
+    if not data["difference"]:
+        return []
+    return ["", "difference to your flags:", *(f"  {each}" for each in data["difference"])]
+
+
+def _iteration(best: dict[str, Any]) -> list[str]:
+    """What an iteration's time is made of."""
+    parts = ("data_parallel_ms", "context_parallel_ms", "optimizer_ms")
+    return [
+        "an iteration of the first: {:.1f} ms of passes, {:.1f} of data-parallel exchange, {:.1f} "
+        "of context-parallel exchange, {:.1f} of the optimizer; {:.3g} samples/s, {:.0f} "
+        "TFLOP/s a GPU".format(
+            best["step_ms"],
+            *(best[each] for each in parts),
+            best["samples_per_second"],
+            best["tflops_per_gpu"],
+        ),
+        "",
+    ]
+
+
+def error_text(data: dict[str, Any]) -> list[str]:
+    """What step times are worth, and an empty line; nothing where passes were measured."""
+    error = data["expected_error"]
+    if error is None:
+        return []
+    what = "passes that were measured and not fitted to (--calibration)"
+    if error == OF_EXPERTS:
+        what = "published runs of models with experts, all slower (benchmarks/published-runs.md)"
+    return [f"step times: expect an error of {error:.0%}, that of {what}", ""]
+
+
+def _chosen(data: dict[str, Any], file: str | None) -> list[str]:
+    best = data["chosen"]
+    what = "the fastest" if not data["skipped"] else "the fastest that was found"
+    if data["slower"] is not None:
+        what = f"the smallest at most {data['slower']:.0%} slower than {what}"
+    lines = [f"flags of {what}:", *(f"  {words}" for words in best["flags"])]
+    if best["division"]["pipeline"] == 1:
+        lines.append("  (without a pipeline: stock Megatron, no schedule of ours)")
+    lines += plan_layer_text(best.get("moe_layer"), gib)
+    named = best["step_ms_by_name"]
+    if file is None and named not in (None, best["step_ms"]):
+        lines.append(
+            f"  (with the order that training makes for these flags a step takes {named:.1f} ms; "
+            "--output FILE.json writes the order above, for --pp-schedule FILE.json)"
+        )
+    if best["offload_note"]:
+        lines.append(f"  ({best['offload_note']})")
+    nodes = best["node_host_bytes"]
+    if nodes is not None:
+        most, even = max(nodes["in_order"]), max(nodes["balanced"])
+        lines.append(
+            f"  (host memory of the fullest node of {nodes['per_node']}: {gib(most)}; with the "
+            f"launcher's --node-order balanced {gib(even)}, {1 - even / most:.0%} less, and twice "
+            "the messages between nodes)"
+        )
+    return lines
+
+
+def _replaced(data: dict[str, Any]) -> list[str]:
+    """Which of the user's own flags do not go with those of the answer."""
+    flags = ", ".join(data.get("replaced_flags") or ())
+    return [f"  (leave out your own {flags}: the flags above replace them)"] if flags else []
+
+
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "running_pass", "total")
+
+
+def _ranks(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["GiB per rank: parameters, gradients, optimizer, activations, running pass = total"]
+    for rank in ranks:
+        row = "  ".join(f"{rank[part] / 2**30:6.2f}" for part in _PARTS)
+        host = f"  host {rank['host'] / 2**30:.2f}" if rank["host"] else ""
+        lines.append(f"  {rank['rank']:3d}  {row}  at {rank['at']}{host}")
+    return lines
+
+
+def nothing_fits_text(data: dict[str, Any]) -> list[str]:
+    """What would fit in how many bytes."""
+    least = data["needs"]
+    name = least["schedule"] + (f" with offload {least['offload']}" if least["offload"] else "")
+    return [
+        f"nothing fits in {gib(data['memory_cap_bytes'])}. The least that was found to fit is "
+        f"--memory-cap {least['bytes'] / 2**30 + 0.005:.2f}GiB: {name}, "
+        f"{decimal(least['iteration_ms'])} ms an iteration.",
+        *error_text(data)[:1],
+        f"Rank {least['rank']} binds, with {gib(least['part_bytes'])} of {least['part']}:",
+        *_ranks(least["ranks"]),
+        "its flags would be:",
+        *(f"  {words}" for words in least["flags"]),
+        *_replaced(data),
+    ]
+
+
+def assumptions_text(data: dict[str, Any], every: bool) -> list[str]:
+    """How many there are, and those that matter most; or all."""
+    if not every:
+        # What the user's flags lack may change more than any schedule does.
+        lacking = [f"assumed: {each}" for each in data["assumptions"] if each.startswith("no --")]
+        return ["", *lacking, f"{len(data['assumptions'])} assumptions; --verbose lists them"]
+    return ["", "assumptions:", *(f"  {each}" for each in data["assumptions"])]

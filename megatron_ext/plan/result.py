@@ -1,0 +1,108 @@
+"""What a search found: points, those that fit, the front, the best by the objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from .model import Job
+from .point import Point, front
+
+
+@dataclass
+class Result:
+    """What was found.
+
+    Attributes:
+        budget, host_budget: bytes per rank, of the device and of the host (None: no limit).
+        points: all that were simulated, the given ones among them.
+        slower: of the objective ``memory``: the fastest's time may be exceeded by this share;
+            None: the objective is time.
+        divisions, cases: how many there are; ``searched`` cases had candidates made of them.
+        unsearched: cases that a bound would have let in, but not their likely time.
+        candidates: schedules with a likely time.
+        skipped: cases and candidates that a bound would have let in: unlikely ones.
+        cut: of these, what the limit of work cut although they are likely.
+        least_us: no order of what was skipped is faster; None: nothing was.
+    """
+
+    budget: int
+    host_budget: int | None
+    points: list[Point] = field(default_factory=list)
+    slower: Fraction | None = None
+    divisions: int = 0
+    cases: int = 0
+    searched: int = 0
+    unsearched: int = 0
+    candidates: int = 0
+    skipped: int = 0
+    cut: int = 0
+    least_us: float | None = None
+    alone: Point | None = None
+
+    def fits(self, point: Point) -> bool:
+        """True if it keeps both budgets."""
+        host = self.host_budget is None or point.host_bytes <= self.host_budget
+        return host and point.worst.total <= self.budget
+
+    @property
+    def front(self) -> list[Point]:
+        """The points that fit and that no other one beats."""
+        return front(filter(self.fits, self.points), Point.key)
+
+    @property
+    def fastest(self) -> Point | None:
+        """Of those that fit; of equally fast ones what needs least of the host, then least."""
+        fitting = [point for point in self.points if self.fits(point)]
+        return min(
+            fitting,
+            key=lambda point: (point.iteration_us, point.host_bytes, point.worst.total),
+            default=None,
+        )
+
+    @property
+    def best(self) -> Point | None:
+        """By the objective: the fastest, or the smallest of those that are fast enough."""
+        fastest = self.fastest
+        if fastest is None or self.slower is None:
+            return fastest
+        limit = fastest.iteration_us * (1 + self.slower)
+        near = [p for p in self.points if self.fits(p) and p.iteration_us <= limit]
+        return min(near, key=lambda p: (p.worst.total, p.iteration_us, p.host_bytes))
+
+    @property
+    def smallest(self) -> Point:
+        """The point with fewest bytes on its fullest rank, of those that keep the host's budget."""
+        usable = [
+            p for p in self.points if self.host_budget is None or p.host_bytes <= self.host_budget
+        ]
+        return min(usable, key=lambda point: (point.worst.total, point.iteration_us))
+
+    @property
+    def possible(self) -> float:
+        """By which share an order that was not made may be faster than the fastest, at most."""
+        best = self.fastest
+        if best is None or self.least_us is None:
+            return 0.0
+        return max(0.0, 1 - self.least_us / float(best.iteration_us))
+
+
+def division_text(job: Job) -> str:
+    """A division for people."""
+    sizes = [
+        ("TP", job.tensor_model_parallel_size),
+        ("PP", job.pipeline_model_parallel_size),
+        ("DP", job.data_parallel_size),
+        ("CP", job.context_parallel_size),
+        ("EP", job.expert_model_parallel_size),
+    ]
+    return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one device"
+
+
+def sizes_of(job: Job) -> tuple[int, ...]:
+    """All parallel sizes of a division."""
+    return (
+        *(job.tensor_model_parallel_size, job.pipeline_model_parallel_size),
+        *(job.context_parallel_size, job.data_parallel_size),
+        *(job.expert_model_parallel_size, job.expert_tensor_parallel_size),
+    )

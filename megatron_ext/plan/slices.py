@@ -1,0 +1,133 @@
+"""Slices of sequences in a plan: which jobs training cuts, and what the slices cost.
+
+``--pp-slices`` in training refuses by the same list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from .._conflict import Conflict, first_conflict
+from ..schedule import GENERATORS, ScheduleSpec
+from ..schedule.units import shares_of
+from .model import Job
+
+FLAG = "--pp-slices"
+_WHOLE = "it takes whole microbatches; drop it"
+
+
+class _WithEngine(Conflict):
+    """A conflict with Transformer Engine's attention only."""
+
+    def found(self, args: Any) -> str | None:
+        return None if getattr(args, "transformer_impl", "") == "local" else super().found(args)
+
+
+CONFLICTS = (
+    Conflict("--moe-expert-capacity-factor", "a slice would drop other tokens; drop it"),
+    Conflict(
+        "--moe-router-load-balancing-type",
+        "it balances the tokens of one call; use aux_loss or an expert bias",
+        values=("sinkhorn", "quantile_balancing"),
+    ),
+    Conflict("--moe-router-force-load-balancing", "its random numbers are a call's; drop it"),
+    Conflict("--moe-router-force-biased", "its random numbers are a call's; drop it"),
+    Conflict("--moe-enable-routing-replay", "it replays calls; drop it"),
+    Conflict("--moe-pipeline-chunks", _WHOLE, off=("off",)),
+    Conflict("--transformer-impl", "its attention is not cut; use local or transformer_engine",
+             off=("local", "transformer_engine")),
+    Conflict("--use-legacy-models", "its attention is not cut; drop it"),
+    Conflict("--experimental-attention-variant", "it is not cut; drop it"),
+    Conflict(
+        "--mtp-use-repeated-layer",
+        "recompute could not tell the depths of one layer apart; drop it",
+    ),
+    Conflict("--context-parallel-size", "it cuts sequences, too; drop it", off=(1,)),
+    Conflict("--sliding-window-size", "its mask is not cut; drop it"),
+    _WithEngine(
+        "--window-size", "no kernel was tested that has both; drop it, or use "
+        "--transformer-impl local"
+    ),
+    Conflict("--sft", "packed documents are not cut; drop it"),
+    Conflict("--use-packed-sequences", "packed documents are not cut; drop it"),
+    Conflict("--enable-hyper-connections", "their streams are not cut; drop it"),
+    Conflict("--hybrid-layer-pattern", "recurrent layers have no slices; drop it"),
+    Conflict("--hybrid-override-pattern", "recurrent layers have no slices; drop it"),
+    Conflict("--fp8-format", "its attention takes whole sequences; drop it"),
+    Conflict("--cuda-graph-impl", "a captured layer has one length; drop it", off=("none",)),
+    Conflict("--enable-cuda-graph", "a captured layer has one length; drop it"),
+    Conflict("--external-cuda-graph", "a captured layer has one length; drop it"),
+    Conflict("--overlap-moe-expert-parallel-comm", _WHOLE),
+    Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
+    Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
+             beside="--multi-latent-attention"),
+    Conflict("--pp-vocab-parallel", _WHOLE),
+)  # fmt: skip
+
+NUMBERS = (2, 4)  # of slices that a search tries
+LONG = 16_384  # tokens of a sequence that is worth cutting whatever the microbatches
+NOT_WITH = ("dualpipev",)  # its passes run in pairs
+_SHORT = (
+    1_400  # tokens: W of a slice takes as long as that of so many more (docs/concepts/slices.md)
+)
+
+ASSUMPTIONS = (
+    f"slices of a sequence: W of every slice takes as long as that of {_SHORT} tokens more, as "
+    "measured for a hidden size of 4096 on an H200; attention is causal, and as fast in slices",
+)
+
+
+def refusal(args: Any, job: Job) -> str | None:
+    """Why training cuts no sequences of this job; None: it does.
+
+    Args:
+        args: Megatron's arguments, as attributes.
+        job: with its parallel sizes.
+    """
+    if job.context_parallel_size > 1:
+        return f"{FLAG} cuts sequences, as --context-parallel-size does"
+    found = first_conflict(CONFLICTS, args)
+    return None if found is None else f"{FLAG} does not support {found[1]}"
+
+
+def attention_share(tokens: int, hidden: int) -> Fraction:
+    """Of core attention in F of a whole sequence, as training takes it for its orders.
+
+    Of a layer with 12 h^2 weights, causal: 2 h s of 24 h^2 + 2 h s operations a token.
+    """
+    return Fraction(tokens, 12 * hidden + tokens)
+
+
+def overhead(tokens: int) -> Fraction:
+    """Share of a whole sequence's W that the W of every slice takes, however short it is."""
+    return min(Fraction(1), Fraction(_SHORT, tokens))
+
+
+def worth_it(spec: ScheduleSpec, job: Job) -> bool:
+    """True where slices may gain much: few microbatches, or long sequences."""
+    if spec.offload or spec.barriers or spec.overlap or spec.cap is not None:
+        return False
+    if spec.name in NOT_WITH or GENERATORS[spec.name].takes_memory_cap:
+        return False
+    return spec.microbatches < 2 * spec.pp or job.seq_length >= LONG
+
+
+def sliced(spec: ScheduleSpec, job: Job, number: int) -> ScheduleSpec:
+    """``spec`` with every microbatch in so many slices that take equally long."""
+    counts = (number,) * spec.microbatches
+    share, more = attention_share(job.seq_length, job.hidden_size), overhead(job.seq_length)
+    shares = shares_of(counts, share, False, None, more)
+    return replace(spec, slices=counts, costs=spec.costs.with_units(shares or ()))
+
+
+def simulate_words(spec: ScheduleSpec, job: Job) -> list[str]:
+    """Of ``megatron-ext simulate``, for the same slices."""
+    if not spec.slices:
+        return []
+    return [
+        *("--slices", str(spec.slices[0])),
+        *("--attention-share", str(attention_share(job.seq_length, job.hidden_size))),
+        *("--slice-overhead", str(overhead(job.seq_length))),
+    ]

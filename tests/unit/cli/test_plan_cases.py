@@ -1,0 +1,186 @@
+"""``plan`` with sizes given and free: never slower than what the user has, in time."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+
+import pytest
+
+LLAMA = (
+    "--bf16 --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --swiglu "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+)
+GPT = "--bf16 --vocab-size 50257 --use-distributed-optimizer --transformer-impl transformer_engine "
+
+
+def model(layers, hidden, heads, ffn, groups=0, vocabulary=32000):
+    """Megatron's flags of a model's sizes."""
+    line = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+    line += f"--ffn-hidden-size {ffn} --vocab-size {vocabulary} "
+    return line + (f"--group-query-attention --num-query-groups {groups} " if groups else "")
+
+
+def run_of(world, batch, sequence, tensor, pipeline, more=""):
+    """Megatron's flags of a run."""
+    line = f"--world-size {world} --global-batch-size {batch} --seq-length {sequence} "
+    line += f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} "
+    return line + ("--sequence-parallel " if tensor > 1 else "") + more
+
+
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank "
+EXPERTS = "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 "
+LATENT = (
+    "--multi-latent-attention --qk-layernorm --kv-lora-rank 512 --qk-head-dim 128 "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128 "
+)
+# Name: device, flags.
+CASES = {
+    "7b": ("A100", LLAMA + model(32, 4096, 32, 11008) + run_of(8, 64, 4096, 1, 4)),
+    "20b-few": ("A100", GPT + model(44, 6144, 64, 24576) + run_of(64, 64, 2048, 2, 4)),
+    "175b": ("A100", GPT + model(96, 12288, 96, 49152) + run_of(512, 512, 2048, 8, 8)),
+    "8b": ("H100", LLAMA + model(32, 4096, 32, 14336, 8, 128256) + run_of(32, 128, 8192, 1, 4)),
+    "72b": (
+        "H100",
+        LLAMA + model(80, 8192, 64, 29568, 8, 152064) + run_of(128, 512, 4096, 8, 4, VIRTUAL + "5"),
+    ),
+    "13b-32k": (
+        "H100",
+        LLAMA + model(40, 5120, 40, 13824)
+        + run_of(32, 32, 32768, 4, 4, "--context-parallel-size 2 "),
+    ),
+    "3b-words": (
+        "H100",
+        LLAMA + model(36, 2048, 16, 11008, 2, 256000) + run_of(16, 128, 4096, 1, 8),
+    ),
+    "340b": (
+        "H100",
+        LLAMA.replace("--swiglu", "--squared-relu")
+        + model(96, 18432, 96, 73728, 8, 256000)
+        + run_of(768, 768, 4096, 8, 12, VIRTUAL + "8"),
+    ),
+    "8x7b": (
+        "H100",
+        LLAMA + EXPERTS + model(32, 4096, 32, 14336, 8) + "--num-experts 8 --moe-router-topk 2 "
+        + run_of(64, 256, 4096, 1, 4, "--expert-model-parallel-size 8 "),
+    ),
+    "lite": (
+        "H100",
+        LLAMA + EXPERTS + LATENT + model(27, 2048, 16, 10944, 0, 102400)
+        + "--num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 1408 "
+        "--moe-shared-expert-intermediate-size 2816 --moe-layer-freq ([0]*1+[1]*26) "
+        + run_of(16, 512, 4096, 1, 2, "--expert-model-parallel-size 8 "
+                 "--decoder-first-pipeline-num-layers 13 "),
+    ),
+}  # fmt: skip
+SMALL = {
+    "small": ("A100", LLAMA + model(16, 1024, 16, 4096) + run_of(4, 16, 2048, 1, 4)),
+    "small-virtual": (
+        "H100",
+        LLAMA + model(12, 2048, 16, 5504) + run_of(8, 32, 2048, 2, 2, VIRTUAL + "3"),
+    ),
+}
+SECONDS = 20  # of processor time, of one answer
+
+
+def _answer(run, gpu, line, *more):
+    begin = time.process_time()
+    status, out, err = run("plan", "--gpu", gpu, "--from-args", line, *more, "--json")
+    took = time.process_time() - begin
+    assert (status, err) == (0, "")
+    return json.loads(out), took
+
+
+def _never_slower(run, gpu, line):
+    """Both answers, after all that has to hold of them; and their processor seconds."""
+    given, took = _answer(run, gpu, line)
+    free, took_free = _answer(run, gpu, line, "--grid")
+    best = free["chosen"]["iteration_ms"]
+    assert best <= given["chosen"]["iteration_ms"] * 1.005, "sizes free against given"
+    own = "--pipeline-model-parallel-size"
+    for data in (given, free):
+        yours = next(row for row in data["baselines"] if row["what"] == "yours")
+        assert f"{own} {yours['division']['pipeline']}" in line
+        for row in data["baselines"]:
+            if row["fits"]:
+                assert data["chosen"]["iteration_ms"] <= row["iteration_ms"], row["what"]
+        assert data["cut"] <= data["skipped"] and 0 <= data["possible"] < 1
+        for row in data["front"]:
+            if len(set(row["layers"])) > 1 and not row["layout"]:
+                assert "first" in line or "account" in line, "uneven stages need a layout"
+    return took, took_free
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_never_slower_than_given(run, name):
+    _never_slower(run, *SMALL[name])
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CASES)
+def test_ten_models(run, name):
+    """None needs more than ``SECONDS``."""
+    took = _never_slower(run, *CASES[name])
+    print(f"{name}: {took[0]:.1f} and {took[1]:.1f} s")
+    assert max(took) < SECONDS
+
+
+def test_the_difference_leads_to_the_answer(run):
+    """The user's line with it is read as the answer."""
+    gpu, line = SMALL["small-virtual"]
+    data, _ = _answer(run, gpu, line, "--schedules", "v-half,v-zb")
+    words = shlex.split(line)
+    for each in data["difference"]:
+        sign, flag, *value = shlex.split(each)
+        if sign == "-":
+            at = words.index(flag)
+            assert words[at + 1 : at + 1 + len(value)] == value
+            del words[at : at + 1 + len(value)]
+        else:
+            words += [flag, *value]
+    assert "--num-virtual-stages-per-pipeline-rank" not in words
+    again, _ = _answer(run, gpu, shlex.join(words))
+    yours = next(row for row in again["baselines"] if row["what"] == "yours")
+    assert yours["schedule"] == data["chosen"]["schedule"]
+    assert yours["layers"] == data["chosen"]["layers"]
+    assert yours["micro_batch_size"] == data["chosen"]["micro_batch_size"]
+
+
+SLICED = (
+    LLAMA + model(8, 2048, 16, 5504) + run_of(4, 2, 32768, 1, 4)
+    + "--micro-batch-size 1 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 "
+)  # fmt: skip
+PLAIN = "--schedules", "zb-h1", "--micro-batch-sizes", "1", "--offload", "off"
+
+
+def test_slices_where_microbatches_are_few(run, tmp_path):
+    """They gain what ``simulate`` says, and training takes their flag."""
+    more = "--memory-cap", "1000GiB", "--shard-vocabulary", "off", *PLAIN
+    data, _ = _answer(run, "H100", SLICED, *more)
+    whole, _ = _answer(run, "H100", SLICED, *more, "--slices", "off")
+    best = data["chosen"]
+    assert best["slices"] in (2, 4) and f"--pp-slices {best['slices']}" in best["flags"]
+    assert best["step_ms"] < 0.9 * whole["chosen"]["step_ms"]
+    assert whole["chosen"]["slices"] == 1 and best["post_validation"] is None
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps(best["stage_cost"]))
+    words = [str(path) if word == "STAGE_COST_FILE" else word for word in best["simulate"]]
+    said = json.loads(run("simulate", "--json", *words)[1])
+    assert said["makespan"] / 1000 == pytest.approx(best["step_ms"], rel=1e-9)
+    assert said["peak_activation"] == pytest.approx(best["peak_activation"])
+    assert any("W of every slice" in text for text in data["assumptions"])
+    three, _ = _answer(run, "H100", SLICED, *more, "--slices", "3")
+    assert three["chosen"]["slices"] == 3
+
+
+def test_slices_are_for_models_that_training_cuts(run):
+    """By training's own list."""
+    line = SLICED + "--context-parallel-size 1 --sft "
+    data, _ = _answer(run, "H100", line, *PLAIN, "--memory-cap", "1000GiB")
+    assert all(row["slices"] == 1 for row in data["front"])
+    status, out, err = run("plan", "--gpu", "H100", "--from-args", line, "--slices", "2")
+    assert (status, out) == (2, "") and "--pp-slices does not support --sft" in err
