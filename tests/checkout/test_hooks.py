@@ -28,8 +28,8 @@ class TestOnMegatron:
         assert set(hooks["changed"].values()) == {True}
         assert set(hooks["restored"].values()) == {True}
         hybrid = [target for target in hooks["changed"] if "hybrid" in target or "Mamba" in target]
-        predictions = [target for target in hooks["changed"] if "_compute_mtp" in target]
-        assert len(hooks["changed"]) == 17 + len(hybrid) + len(predictions)
+        predictions = [t for t in hooks["changed"] if "multi_token_prediction" in t]
+        assert len(hooks["changed"]) == 24 + len(hybrid) + len(predictions)
         assert len(hybrid) >= 2
 
     def test_modules_that_imported_by_name_are_rebound(self, hooks: dict[str, Any]) -> None:

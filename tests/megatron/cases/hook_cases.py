@@ -32,6 +32,13 @@ TARGETS = (
     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
     "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
+    "megatron.core.transformer.moe.router:TopKRouter.routing",
+    "megatron.core.transformer.moe.router:TopKRouter._apply_aux_loss",
+    "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",
+    "megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss",
+    "megatron.core.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
+    "megatron.core.transformer.moe.router:switch_load_balancing_loss_func",
+    "megatron.core.transformer.moe.router:z_loss_func",
     "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
     "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
@@ -53,9 +60,12 @@ def hybrid_targets(version: tuple[int, ...]) -> list[str]:
 
 
 def prediction_targets(version: tuple[int, ...]) -> list[str]:
-    """Where multi-token prediction looks at logits."""
+    """Where multi-token prediction looks at logits, and at tokens behind a slice."""
     module = "megatron.core.transformer.multi_token_prediction"
-    return [f"{module}:_compute_mtp_acceptance_counts"] if version >= (0, 19) else []
+    found = [f"{module}:_compute_mtp_acceptance_counts"] if version >= (0, 19) else []
+    if version >= (0, 17):
+        found += [f"{module}:roll_tensor", f"{module}:process_mtp_loss"]
+    return found
 
 
 def held(target: str) -> Any:
@@ -116,6 +126,7 @@ def main() -> None:
     args = megatron_args(
         pp_schedule="v-half",
         pp_vocab_parallel=True,
+        pp_slices=2,
         transformer_impl="local",
         pipeline_model_parallel_size=4,
         distributed_timeout_minutes=1,
