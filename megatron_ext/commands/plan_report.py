@@ -71,7 +71,7 @@ def report_json(
             **point_json(best, gpu),
             "flags": best.flags(file),
             "step_ms_by_name": number_to_json(best.as_named() / 1000)
-            if best.offload is None
+            if best.offload is None and best.is_full
             else None,
             "moe_layer": plan_layer_json(best, gpu),
             "expert_overlap": expert_overlap(result),

@@ -73,6 +73,11 @@ class Point:
         return self.spec.pp > 1
 
     @property
+    def is_full(self) -> bool:
+        """The order was made with all the effort that training makes it with."""
+        return self.spec.effort >= default_effort()
+
+    @property
     def name(self) -> str:
         """The schedule's."""
         return self.spec.name if self.is_pipeline else NO_PIPELINE

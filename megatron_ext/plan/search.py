@@ -32,7 +32,7 @@ from .offers import offers
 from .point import Point, evaluate
 from .result import Result, division_text
 from .space import SearchSpace
-from .work import FOR_COSTLY, MOST, NEAR, Work, full
+from .work import FOR_COSTLY, FOR_LAST, MOST, NEAR, Work, full
 from .workload import Workload
 
 
@@ -171,7 +171,10 @@ class Search:
     def _fastest(self) -> None:
         """Look at what is likely the fastest until nothing is."""
         budget = self.result.budget
-        while self.queue and (self.work.more_than(FOR_COSTLY) or len(self.result.points) < _ALWAYS):
+        while self.queue and (
+            self.work.more_than(FOR_COSTLY)
+            or (self.result.fastest is None and self.work.more_than(_WITHOUT))
+        ):
             key, _, one = heapq.heappop(self.queue)
             if key >= self.best_us:
                 heapq.heappush(self.queue, (key, next(self._numbers), one))
@@ -180,43 +183,25 @@ class Search:
                 continue
             if isinstance(one, Case):
                 self.expand(one)
-            elif one.rough and self._hopeless(one):
+            elif one.rough and _hopeless(self, one):
                 self.seen.hopeless.append(one)
             elif one.rough:
                 self.refine(one)
-            elif self._has_twin(one):
+            elif _has_twin(self, one):
                 self.seen.twins.append(one)
-            elif (one.spec.offload or one.spec.overlap) and not self.work.affords(
-                one.spec, FOR_COSTLY
-            ):
+            elif _is_dear(self, one):
                 self.seen.dear.append(one)
             elif one.bytes <= budget * NEAR or self.always_offload:
                 self.add(one.spec, one.workload)
 
-    def _hopeless(self, one: Candidate) -> bool:
-        """Even half of its activations do not fit by far."""
-        if one.spec.offload is not None:
-            return False
-        return one.bytes - one.states > _HOPELESS * (self.result.budget - one.states)
-
-    def _has_twin(self, one: Candidate) -> bool:
-        """The same order with nearly the same passes was simulated on another division."""
-        return any(
-            p.job != one.workload.job
-            and (p.name, p.spec.pp, p.spec.microbatches)
-            == (one.spec.name, one.spec.pp, one.spec.microbatches)
-            and (p.spec.chunks, p.spec.group_size, p.offload)
-            == (one.spec.chunks, one.spec.group_size, one.offload)
-            and p.workload.split == one.workload.split
-            and _alike(p.workload.costs, one.workload.costs)
-            for p in self.result.points
-        )
-
     def expand(self, case: Case) -> None:
         """Put a case's candidates into the queue, with rough times."""
         self.result.searched += 1
+        known = len(self.units.orders)
         for one in candidates_of(case, self.units):
-            self.work.take(self.work.of_rough())
+            new = len(self.units.orders) - known
+            known += new
+            self.work.take(self.work.of_rough() + new * self.work.of_likely(one.spec))
             if case.space.always_offload:
                 for offer in offers(one, case.space, self.units(one.spec)):
                     self._put(offer.hoped_us, offer)
@@ -291,6 +276,8 @@ class Search:
             if self.work.affords(replace(point.spec, effort=full()), 0.0):
                 self._full(point)
         while (best := self.result.best) is not None and best.spec.effort < full():
+            if not self.work.affords(replace(best.spec, effort=full()), -1.0):
+                return  # training will; it takes longer than all of the search
             self._full(best)
 
     def _full(self, point: Point) -> None:
@@ -300,6 +287,36 @@ class Search:
         self.result.points.remove(point)
         self.result.points.append(evaluate(spec, point.workload))
         self._tell(point)
+
+
+def _hopeless(search: Search, one: Candidate) -> bool:
+    """Even half of its activations do not fit by far."""
+    if one.spec.offload is not None:
+        return False
+    return one.bytes - one.states > _HOPELESS * (search.result.budget - one.states)
+
+
+def _has_twin(search: Search, one: Candidate) -> bool:
+    """The same order with nearly the same passes was simulated on another division."""
+    return any(
+        p.job != one.workload.job
+        and (p.name, p.spec.pp, p.spec.microbatches)
+        == (one.spec.name, one.spec.pp, one.spec.microbatches)
+        and (p.spec.chunks, p.spec.group_size, p.offload)
+        == (one.spec.chunks, one.spec.group_size, one.offload)
+        and p.workload.split == one.workload.split
+        and _alike(p.workload.costs, one.workload.costs)
+        for p in search.result.points
+    )
+
+
+def _is_dear(search: Search, one: Candidate) -> bool:
+    """Too much work for what is left of it, or passes in pairs, of which a few are tried."""
+    if one.spec.offload or one.spec.overlap:
+        pairs = sum(point.spec.overlap for point in search.result.points)
+        return pairs >= _PAIRS or not search.work.affords(one.spec, FOR_COSTLY)
+    found = search.result.fastest is not None
+    return found and not search.work.affords(replace(one.spec, effort=0.0), FOR_LAST)
 
 
 def _why_none(spaces: Sequence[SearchSpace]) -> str:
@@ -346,7 +363,8 @@ def _alike(a: Costs, b: Costs) -> bool:
 
 
 _OF_CASE = 0.97  # the likely time of a case by which its candidates' may be shorter
-_ALWAYS = 3  # points are made whatever the work
+_WITHOUT = -0.5  # of the work is left as long as nothing fits
 _CLOSE, _POLISHED = 1.015, 5  # points whose orders are made in full: so near the best, so many
+_PAIRS = 4
 _HOPELESS = 1.8  # times the room for activations
 _ROUNDS = 3

@@ -19,6 +19,8 @@ def of_stock(space: SearchSpace) -> SearchSpace:
         job = space.job  # nothing else was measured
     if has_experts(job):
         job = without_chunks(job)
+        if job.overlap_moe_expert_parallel_comm is None:
+            job = job.with_(overlap_moe_expert_parallel_comm=False)
     return replace(
         space,
         job=job,
