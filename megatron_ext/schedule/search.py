@@ -115,9 +115,13 @@ class Search:
                 rows = self._list(rows, [usual] * len(rows), backward=turn % 2 > 0)
 
     def add(self, rows: Rows) -> None:
-        """Put an order within the caps into the pool if it is among the best."""
+        """Put an order within the caps into the pool if it is among the best, and can run: a base
+        whose passes wait for each other still says what comes first."""
         self.work += len(self.tasks.rank) // 4
-        time = self.time_of(rows)
+        ends = replay(self.tasks, rows)
+        if ends is None:
+            return
+        time = self._time(ends, rows)
         if len(self.pool) == _POOL and time >= self.pool[-1].time:
             return
         key = hash(tuple(map(tuple, rows)))
@@ -128,10 +132,14 @@ class Search:
 
     def time_of(self, rows: Rows) -> int:
         """Of what is made short, in the unit of the table."""
-        ends, took = replay(self.tasks, rows), self.tasks.duration
+        ends = replay(self.tasks, rows)
         assert ends is not None, "the order cannot run"
+        return self._time(ends, rows)
+
+    def _time(self, ends: Sequence[int], rows: Rows) -> int:
         if not self._span:
             return max(ends)
+        took = self.tasks.duration
         return max(ends[row[-1]] - ends[row[0]] + took[row[0]] for row in rows if row)
 
     def _list(

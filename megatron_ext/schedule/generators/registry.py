@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ..actions import AnyAction, RankActions
 from ..effects import peak_sets
-from ..engine import replay
 from .blocks import VEES, gis_peak, grouped_block, named_block
 from .cap import named_order, v_cap
 from .dualpipev import dualpipev
@@ -62,20 +61,9 @@ def _zb_h2(request: Request) -> RankActions:
 
 def _interleaved_zb(request: Request) -> RankActions:
     makes: list[Make] = [_interleaved_zb_fixed]
-    if request.microbatches >= 3 * request.pp and _runs(request, _interleaved_zb_small):
-        makes.append(_interleaved_zb_small)
+    if request.microbatches >= 3 * request.pp:
+        makes.append(lambda r: interleaved_zb_small(r.pp, r.microbatches, r.chunks))
     return request.shaped(makes, request.pp * request.chunks)
-
-
-def _interleaved_zb_small(request: Request) -> RankActions:
-    return interleaved_zb_small(request.pp, request.microbatches, request.chunks)
-
-
-def _runs(request: Request, make: Make) -> bool:
-    """False for an order in which passes wait for each other: small groups of many chunks do."""
-    few = 4 * request.pp + request.microbatches % request.pp
-    short = replace(request, microbatches=few) if request.is_long else request
-    return replay(short.tasks, short.tasks.rows(make(short))) is not None
 
 
 def _interleaved_zb_fixed(request: Request) -> RankActions:
