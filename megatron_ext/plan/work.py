@@ -18,7 +18,7 @@ _CAP, _PAIRS = 14_000_000, 300
 _OFFLOAD, _OFFLOAD_AUTO = 150, 250  # of a pass
 
 # Of the work, what is kept for what comes later.
-FOR_COSTLY, FOR_SMALL, FOR_LAST = 0.4, 0.2, 0.05
+FOR_COSTLY, FOR_SMALL, FOR_LAST = 0.3, 0.15, 0.05
 NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 
 
