@@ -118,6 +118,9 @@ class Search:
         if result.best is None:
             later.smallest(self)
             self._polish()
+            # The least memory is that of an order that training makes.
+            while result.points and (least := result.smallest).spec.effort < full():
+                self._full(least)
         if not result.points:
             raise PlanError(_why_none(self.spaces))
         _count_left(self)
