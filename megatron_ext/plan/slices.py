@@ -69,9 +69,8 @@ CONFLICTS = (
 NUMBERS = (2, 4)  # of slices that a search tries
 LONG = 16_384  # tokens of a sequence that is worth cutting whatever the microbatches
 NOT_WITH = ("dualpipev",)  # its passes run in pairs
-_SHORT = (
-    1_400  # tokens: W of a slice takes as long as that of so many more (docs/concepts/slices.md)
-)
+# Tokens that W of a slice takes longer by, whatever its own (docs/concepts/slices.md).
+_SHORT = 1_400
 
 ASSUMPTIONS = (
     f"slices of a sequence: W of every slice takes as long as that of {_SHORT} tokens more, as "
@@ -101,7 +100,11 @@ def attention_share(tokens: int, hidden: int) -> Fraction:
 
 
 def overhead(tokens: int) -> Fraction:
-    """Share of a whole sequence's W that the W of every slice takes, however short it is."""
+    """Share of a whole microbatch's W that the W of every slice takes, however short it is.
+
+    Args:
+        tokens: of a microbatch.
+    """
     return min(Fraction(1), Fraction(_SHORT, tokens))
 
 
@@ -119,7 +122,7 @@ def worth_it(spec: ScheduleSpec, job: Job) -> bool:
 def sliced(spec: ScheduleSpec, job: Job, number: int) -> ScheduleSpec:
     """``spec`` with every microbatch in so many slices that take equally long."""
     counts = (number,) * spec.microbatches
-    share, more = attention_share(job.seq_length, job.hidden_size), overhead(job.seq_length)
+    share, more = attention_share(job.seq_length, job.hidden_size), overhead(job.tokens)
     shares = shares_of(counts, share, False, None, more)
     return replace(spec, slices=counts, costs=spec.costs.with_units(shares or ()))
 
@@ -131,5 +134,5 @@ def simulate_words(spec: ScheduleSpec, job: Job) -> list[str]:
     return [
         *("--slices", str(spec.slices[0])),
         *("--attention-share", str(attention_share(job.seq_length, job.hidden_size))),
-        *("--slice-overhead", str(overhead(job.seq_length))),
+        *("--slice-overhead", str(overhead(job.tokens))),
     ]

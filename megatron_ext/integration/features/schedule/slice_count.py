@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from ....plan.slices import overhead
 from ....schedule import AUTO, NAMES, ScheduleSpec, select
 from ....schedule.memory_cap import number_text
 from ....schedule.spec import Cut
@@ -15,10 +16,6 @@ from ...errors import ConfigError
 from .choose import ScheduleRequest
 
 logger = logging.getLogger(__name__)
-
-# Tokens whose W takes as long as adding gradients to weights does, whatever the weights' size:
-# 0.17 of a W at 8192 tokens on an H200 (docs/concepts/slices.md).
-OVERHEAD_TOKENS = 1400
 
 
 def with_slices(
@@ -45,12 +42,12 @@ def with_slices(
     if not request.cuts:
         return request
     tokens = request.cuts[0].ends[-1] * args.micro_batch_size
-    overhead = Fraction(OVERHEAD_TOKENS, OVERHEAD_TOKENS + tokens)
+    more = overhead(tokens)
     times: dict[int, Fraction] = {}
     found: dict[int, Cut | None] = {}
     failed: ValueError | None = None
     for cut in (None, *request.cuts):
-        asked = replace(request, cut=None if cut is None else cut._replace(overhead=overhead))
+        asked = replace(request, cut=None if cut is None else cut._replace(overhead=more))
         spec = asked.spec(args.pipeline_model_parallel_size, chunks, microbatches)
         spec = replace(spec.order_alone() if spec.name != AUTO else spec, effort=0, overlap=False)
         count = 1 if cut is None else len(cut.ends)
@@ -62,7 +59,7 @@ def with_slices(
         raise ConfigError(f"--pp-slices auto: no number of slices keeps the cap: {failed}")
     best = min(times, key=lambda count: (times[count], count))
     if args.rank == 0:
-        logger.info("%s", _text(times, best, overhead))
+        logger.info("%s", _text(times, best, more))
     args.pp_slices = best
     return replace(request, cut=found[best], cuts=())
 
@@ -71,7 +68,7 @@ def _time(spec: ScheduleSpec) -> Fraction:
     return select(spec).time
 
 
-def _text(times: dict[int, Fraction], best: int, overhead: Fraction) -> str:
+def _text(times: dict[int, Fraction], best: int, more: Fraction) -> str:
     """What is chosen, and what it gains."""
     whole = times.get(1)
     if best == 1:
@@ -84,5 +81,5 @@ def _text(times: dict[int, Fraction], best: int, overhead: Fraction) -> str:
     every = ", ".join(f"{count}: {number_text(time)}" for count, time in sorted(times.items()))
     return (
         f"--pp-slices auto: {gain} (makespans of quick orders by slices: {every}; the W of every "
-        f"slice takes {float(overhead):.2g} of a whole one longer, as measured on an H200)"
+        f"slice takes {float(more):.2g} of a whole one longer, as measured on an H200)"
     )
