@@ -368,6 +368,6 @@ def _alike(a: Costs, b: Costs) -> bool:
 _OF_CASE = 0.97  # the likely time of a case by which its candidates' may be shorter
 _WITHOUT = -0.5  # of the work is left as long as nothing fits
 _CLOSE, _POLISHED = 1.015, 5  # points whose orders are made in full: so near the best, so many
-_PAIRS = 4
+_PAIRS = 4  # points with passes in pairs
 _HOPELESS = 1.8  # times the room for activations
 _ROUNDS = 3

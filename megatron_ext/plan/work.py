@@ -14,7 +14,7 @@ _FIXED, _LISTED, _SHARDED = 8, 30, 50
 _SEARCHED = 100  # of a pass of an order that is searched for
 _VEE = 2_500_000  # of a V order's search, whatever its size
 _CAPS = 6  # orders are made for one at a cap
-_CAP, _PAIRS = 14_000_000, 300
+_CAP, _PAIRS = 14_000_000, 100
 _OFFLOAD, _OFFLOAD_AUTO = 150, 250  # of a pass
 
 # Of the work, what is kept for what comes later.
@@ -68,7 +68,8 @@ class Work:
             each = _SHARDED
         if spec.effort and not made.fixed:
             each += _SEARCHED
-            more = _VEE * spec.effort if made.placement == "vee" and not spec.barriers else 0.0
+            alone = made.placement == "vee" and not spec.barriers and not spec.overlap
+            more = _VEE * spec.effort if alone else 0.0
         if spec.overlap:
             each += _PAIRS
         if spec.cap is not None:
