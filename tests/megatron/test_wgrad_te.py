@@ -307,9 +307,10 @@ def source(request: pytest.FixtureRequest) -> dict[str, ast.Module]:
 
 def test_functions_that_save_weights_are_known(source: dict[str, ast.Module]) -> None:
     """Offload wraps the backward of each of them; they read what forward saved from ``ctx``."""
-    from megatron_ext.integration.saved_parameters import _TE_FUNCTIONS
+    from megatron_ext.integration.targets import TE_FUNCTIONS
 
-    for module, name in _TE_FUNCTIONS:
+    for target in TE_FUNCTIONS:
+        module, _, name = target.places[0].partition(":")
         short = module.rsplit(".", 1)[1]
         if short not in source:
             continue
