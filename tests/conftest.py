@@ -203,6 +203,12 @@ def full_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EFFORT, "1")
 
 
+@pytest.fixture
+def some_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of that, where it is enough."""
+    monkeypatch.setenv(EFFORT, "0.1")
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The root of this checkout, where the tools are run from."""

@@ -94,7 +94,7 @@ def test_compare_with_jitter(run):
     assert "with jitter: the mean makespan under random pass times" in out
 
 
-@pytest.mark.usefixtures("full_effort")
+@pytest.mark.usefixtures("some_effort")
 def test_jitter_chooses_among_the_fastest(run, tmp_path):
     """Interleaved-zb and v-zb take 18, but v-zb less where pass times vary."""
     argv = ["--pp", 3, "--microbatches", 6, "--schedule", "auto"]

@@ -88,7 +88,7 @@ STEADY = [
 ]
 
 
-@pytest.mark.usefixtures("full_effort")
+@pytest.mark.usefixtures("some_effort")
 @pytest.mark.parametrize(("cost", "cap", "most"), sampled(STEADY, STEADY[2:]))
 def test_steady_state_at_unequal_costs(
     cost: tuple[float | str, ...], cap: int, most: Fraction

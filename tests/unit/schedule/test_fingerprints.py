@@ -17,7 +17,6 @@ import pytest
 from megatron_ext.schedule import AUTO, NAMES, Costs, Link, Schedule, lower, offload_pass
 from megatron_ext.schedule.generators import GENERATORS
 from megatron_ext.schedule.generators.cap import v_cap_limits
-from megatron_ext.schedule.generators.request import EFFORT
 from tests.support.grids import sampled
 from tests.support.schedules import made
 
@@ -83,9 +82,9 @@ CHEAP = [(name, pp) for name, pp in CASES if pp <= LARGEST.get(name, 4)]
 
 
 @pytest.mark.parametrize(("name", "pp"), sampled(CASES, CHEAP))
-def test_no_action_has_changed(name: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("some_effort")
+def test_no_action_has_changed(name: str, pp: int) -> None:
     """Those that are searched for, with little effort."""
-    monkeypatch.setenv(EFFORT, "0.1")
     key, found = f"{name} p={pp}", fingerprints(name, pp)
     every = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
     if os.environ.get("UPDATE_GOLDEN"):
