@@ -10,7 +10,7 @@ from .._terminal import Progress
 from ..plan.search import Search
 from . import plan_device, plan_input, plan_k, plan_space
 from .common import InputError, Parser, user_input
-from .plan_baseline import baselines, baselines_json
+from .plan_baseline import BESIDE_GIVEN, baselines, baselines_json, of_given_sizes
 from .plan_given import Given, difference, freed, jobs, replaced
 from .plan_order import save_order
 from .plan_report import report_json
@@ -55,11 +55,13 @@ def _plan(args: argparse.Namespace) -> int:
             budgets = plan_device.budgets(args, gpu)
             others = baselines(args, given, gpu, own, spaces, budgets, progress)
             alone = not args.schedules  # else a pipeline is asked for
-            seeds = others.seeds(spaces, alone=alone)
+            seeds, effort = others.seeds(spaces, alone=alone), args.effort
             slower = plan_space.slower(args)
-            result = Search(
-                *(spaces, *budgets, args.effort, progress, seeds, slower), alone=alone
-            ).run()
+            if args.grid:
+                progress("your sizes")
+                seeds = [*seeds, *of_given_sizes(args, given, gpu, budgets, seeds)]
+                effort *= BESIDE_GIVEN
+            result = Search(*(spaces, *budgets, effort, progress, seeds, slower), alone=alone).run()
     best = result.best
     notes = [*notes, *spaces[0].job.assumptions]
     seconds = time.perf_counter() - started

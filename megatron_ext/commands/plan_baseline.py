@@ -4,7 +4,7 @@ the best of stock Megatron that fits."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..plan.search import Search
 from ..plan.space import SearchSpace
 from ..plan.stock import allows, named, of_stock
 from . import plan_space
-from .plan_given import Given
+from .plan_given import Given, jobs
 from .plan_report import point_json
 
 YOURS, STOCK = "yours", "stock"
@@ -81,6 +81,30 @@ def baselines(
     except ValueError:
         pass  # Megatron has none for these numbers
     return Baselines(yours, stock)
+
+
+BESIDE_GIVEN = 0.6  # of a search's work, where the sizes given were searched before
+
+
+def of_given_sizes(
+    args: argparse.Namespace,
+    given: dict[str, Any],
+    gpu: Gpu,
+    budgets: tuple[int, int | None],
+    seeds: Iterable[Point],
+) -> list[Point]:
+    """The answer for the user's own sizes, so that free ones are never slower; none where these
+    sizes are not complete, or cannot be."""
+    own = argparse.Namespace(**{**vars(args), "grid": False})
+    try:
+        user = Given.of(own, given)
+        if user.searches:
+            return []
+        spaces = plan_space.spaces(own, jobs(own, given, gpu), gpu, user)
+        found = Search(spaces, *budgets, args.effort, given=seeds).run()
+    except ValueError:
+        return []
+    return [] if found.best is None else [found.best]
 
 
 def _yours(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu, own: Given) -> Point | str:
