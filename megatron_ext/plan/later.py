@@ -21,7 +21,7 @@ from .in_slices import try_slices
 from .offers import large_sets, offers
 from .result import sizes_of
 from .space import SearchSpace
-from .work import FOR_LAST, FOR_SMALL, NEAR, full
+from .work import FOR_LAST, FOR_SMALL, NEAR, PAIRED, full
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ def small(search: Search) -> None:
             if not search.work.affords(one.spec, FOR_LAST):
                 break
             search.add(one.spec, one.workload)
+            if one.spec.overlap:
+                search.work.take(PAIRED)
     if not search.always_offload:
         _less(search, limit, wide)
 

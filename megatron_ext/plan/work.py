@@ -15,6 +15,7 @@ _SEARCHED = 100  # of a pass of an order that is searched for
 _VEE = 2_500_000  # of a V order's search, whatever its size
 _CAPS = 6  # orders are made for one at a cap
 _CAP, _PAIRS = 14_000_000, 100
+PAIRED = 2_000_000  # of a search for pairs beside these, where it is for the front alone
 _OFFLOAD, _OFFLOAD_AUTO = 150, 250  # of a pass
 
 # Of the work, what is kept for what comes later.
