@@ -56,12 +56,14 @@ EXPERTS = {
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 1e-2,
 }
+_EXPERTS = {"pp": 2, "world": 2, "config": EXPERTS}
+_VEE = {"pp": 2, "world": 2, "schedule": "v-half", "chunks": 2}
 CASES: dict[str, dict[str, Any]] = {
     "one-process": {"pp": 1, "world": 1},
     "stock-2": {"pp": 2, "world": 2},
     "stock-4": {"pp": 4},
     "zb-h1-2": {"pp": 2, "world": 2, "schedule": "zb-h1"},
-    "v-half-2": {"pp": 2, "world": 2, "schedule": "v-half", "chunks": 2},
+    "v-half-2": _VEE,
     "zb-h1-4": {"pp": 4, "schedule": "zb-h1"},
     "v-half-4": {"pp": 4, "schedule": "v-half", "chunks": 2},
     "v-zb-4-offloaded": {
@@ -73,55 +75,34 @@ CASES: dict[str, dict[str, Any]] = {
     # Two pipelines, with another number of microbatches in each.
     "zb-h1-unequal": {"pp": 2, "schedule": "zb-h1", "unequal": True},
     "v-half-4-groups": {"pp": 4, "schedule": "v-half", "chunks": 2, "groups": True},
-    "stock-experts": {"pp": 2, "world": 2, "config": EXPERTS},
+    "stock-experts": _EXPERTS,
     "zb-h1-experts": {
-        "pp": 2,
-        "world": 2,
-        "config": EXPERTS,
+        **_EXPERTS,
         "schedule": "zb-h1",
         # More chunks round differently.
         "options": {"moe_pipeline_chunks": 1, "moe_memory_reuse": "s3"},
     },
     # Megatron's own schedule; only the MoE layers are ours.
     "stock-chunked-experts": {
-        "pp": 2,
-        "world": 2,
-        "config": EXPERTS,
+        **_EXPERTS,
         "schedule": None,
         "options": {"moe_pipeline_chunks": 1, "moe_memory_reuse": "s4"},
     },
     "stock-hybrid": {"pp": 2, "world": 2, "pattern": "M*-M|M*-M"},
-    "v-half-hybrid": {
-        "pp": 2,
-        "world": 2,
-        "schedule": "v-half",
-        "chunks": 2,
-        "pattern": "M*|-M|M*|-M",
-    },
+    "v-half-hybrid": _VEE | {"pattern": "M*|-M|M*|-M"},
     "stock-wide": {"pp": 2, "world": 2, "wide": True},
     "zb-h1-wide": {"pp": 2, "world": 2, "schedule": "zb-h1", "wide": True},
     "one-process-slices": {"pp": 1, "world": 1, "config": EXPERTS, "alone": 3},
     "one-process-whole": {"pp": 1, "world": 1, "config": EXPERTS},
-    "v-half-slices": {
-        "pp": 2,
-        "world": 2,
-        "config": EXPERTS,
-        "schedule": "v-half",
-        "chunks": 2,
-        "options": {"slices": 3},
-    },
+    "v-half-slices": {**_EXPERTS, **_VEE, "options": {"slices": 3}},
     "zb-h1-slices": {
-        "pp": 2,
-        "world": 2,
-        "config": EXPERTS,
+        **_EXPERTS,
         "schedule": "zb-h1",
         "options": {"slices": 3, "slice_cut": "balanced"},
     },
     "users-weights": {
-        "pp": 2,
-        "world": 2,
+        **_EXPERTS,
         "main": "users_weights",
-        "config": EXPERTS,
         "ways": {
             "zb-h1": {"schedule": "zb-h1"},
             "chunked": {"schedule": "zb-h1", "moe_pipeline_chunks": 1, "moe_memory_reuse": "none"},
@@ -129,13 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "stock-new-numbers": {"pp": 2, "world": 2, "main": "new_numbers"},
-    "v-half-new-numbers": {
-        "pp": 2,
-        "world": 2,
-        "schedule": "v-half",
-        "chunks": 2,
-        "main": "new_numbers",
-    },
+    "v-half-new-numbers": _VEE | {"main": "new_numbers"},
     "refusals": {"pp": 2, "world": 2, "main": "refusals"},
     "refusals-of-models": {"pp": 2, "world": 2, "main": "refusals_of_models"},
 }

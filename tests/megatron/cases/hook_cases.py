@@ -43,18 +43,6 @@ TARGETS = (
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
     "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
     "megatron.core.tensor_parallel.mappings:_ReduceScatterToSequenceParallelRegion",
-    *(
-        f"megatron.core.transformer.moe.router:{name}"
-        for name in (
-            "TopKRouter.routing",
-            "TopKRouter._apply_aux_loss",
-            "TopKRouter._apply_seq_aux_loss",
-            "TopKRouter._apply_global_aux_loss",
-            "TopKRouter.attach_and_log_load_balancing_loss",
-            "switch_load_balancing_loss_func",
-            "z_loss_func",
-        )
-    ),
 )
 
 

@@ -496,15 +496,3 @@ def test_passes_of_very_different_length_take_no_time_to_order() -> None:
         schedule = generate(name, 3, 4, costs=Costs.of(1, 2**64, "0.5"))
         check(schedule)
         assert schedule.costs.backward_input == 2**64  # what is simulated stays as it was given
-
-
-@pytest.mark.parametrize(("pp", "chunks", "microbatches"), [(8, 8, 32), (6, 4, 18), (12, 4, 36)])
-def test_many_chunks_at_unequal_costs(pp, chunks, microbatches):
-    """Small groups of many chunks wait for each other: they only say what comes first."""
-    stages = [(30, 31, 18)] * (pp * chunks)
-    stages[0], stages[-1] = (15, 17, 9), (22, 29, 9)
-    costs = Costs.of(hop=1, stages=stages)
-    made = generate("interleaved-zb", pp, microbatches, chunks, costs, effort=0.05)
-    check(made)
-    fixed = generate("interleaved-zb", pp, microbatches, chunks, costs, effort=0)
-    assert simulate(made, costs).makespan <= simulate(fixed, costs).makespan

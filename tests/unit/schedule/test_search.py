@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_ext.schedule import Costs, Schedule, check, generate
+from megatron_ext.schedule import Costs, Schedule, check, generate, simulate
 from megatron_ext.schedule.actions import AnyAction, Op, Operation
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.effects import peak, steps
@@ -162,3 +162,15 @@ def test_longer_orders_keep_the_caps_the_likely_fastest_first() -> None:
             times.append(span(more, found))
         assert times and (times == sorted(times) or count > 4)
         assert times[0] <= Fraction(102, 100) * min(times)
+
+
+@pytest.mark.parametrize(("pp", "chunks", "microbatches"), [(8, 8, 32), (6, 4, 18), (12, 4, 36)])
+def test_many_chunks_at_unequal_costs(pp: int, chunks: int, microbatches: int) -> None:
+    """Small groups of many chunks wait for each other: they only say what comes first."""
+    stages = [(30, 31, 18)] * (pp * chunks)
+    stages[0], stages[-1] = (15, 17, 9), (22, 29, 9)
+    costs = Costs.of(hop=1, stages=stages)
+    made = generate("interleaved-zb", pp, microbatches, chunks, costs, effort=0.05)
+    check(made)
+    fixed = generate("interleaved-zb", pp, microbatches, chunks, costs, effort=0)
+    assert simulate(made, costs).makespan <= simulate(fixed, costs).makespan
