@@ -31,6 +31,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--output", metavar="PAGE.md", help="write a page, and plots to images/ beside it"
     )
+    parser.add_argument(
+        "--summary", action="store_true", help="one line for each table, no rows and no plots"
+    )
 
 
 def _reproduce(args: argparse.Namespace) -> None:
@@ -42,9 +45,14 @@ def _reproduce(args: argparse.Namespace) -> None:
         return
     if args.output is not None and not args.output.endswith(".md"):
         raise InputError(f"--output {args.output}: a page's name ends in .md")
+    if args.summary and args.output is None:
+        raise InputError("--summary is for a page; add --output PAGE.md")
     with Progress("reproduce") as progress:
         found = list(sections(tables, progress))
-    if args.output is not None:
+    if args.summary:
+        with output(args.output) as page:
+            Path(page).write_text(render.summary_page(found), encoding="utf-8")
+    elif args.output is not None:
         write_page(args.output, found)
     if args.json:
         print(json.dumps(render.to_json(found)))

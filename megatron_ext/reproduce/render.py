@@ -115,15 +115,15 @@ def rules() -> list[str]:
 _HEAD = """\
 # The papers, reproduced
 
-    megatron-ext reproduce all --output docs/reference/papers.md     # this page; plots in images/
-    megatron-ext reproduce pipeoffload --figure fig16            # one figure, in the terminal
-    megatron-ext reproduce all --json                            # every row
+    {command}
+    megatron-ext reproduce pipeoffload --figure fig16     # one figure, in the terminal
+    megatron-ext reproduce all --json                     # every row
 
 Every table and figure of the papers that simulation or the planner can answer: the published
-value, ours, the difference, and a verdict. The command wrote this page; it needs a bare Python, no
-torch and no GPU. **No number of ours is a measurement**: orders are simulated, times and bytes are
-the planner's. Published values are in one file, `megatron_ext/reproduce/published.json`, with the
-place in the paper and how sure each is.
+value, the value of megatron_ext, the difference, and a verdict. The first command wrote this page;
+it needs a bare Python, no torch and no GPU. **No value of megatron_ext is a measurement**: orders
+are simulated, times and bytes are the planner's. Published values are in one file,
+`megatron_ext/reproduce/published.json`, with the place in the paper and how sure each is.
 
 A verdict follows from the kind of quantity alone:
 
@@ -131,28 +131,16 @@ A verdict follows from the kind of quantity alone:
 
 
 def page(sections: Sequence[Section], images: dict[str, str]) -> str:
-    """The Markdown page.
+    """The Markdown page with all rows.
 
     Args:
         images: by ``<paper>-<table>``, the path of its plot beside the page.
     """
-    every = [row for section in sections for row in section.rows]
-    lines = [_HEAD + "\n".join(f"- *{one.name.lower()}*: {one.value}" for one in Kind), ""]
+    lines = _opening(sections, "megatron-ext reproduce all --output PAGE.md     # this page")
+    lines += ["| paper | table | what | rows | verdicts and difference |", "|---|---|---|--:|---|"]
     lines += [
-        f'What is outside differs because of a stated reason, or is "{UNEXPLAINED}". Differences '
-        "are relative to the published value; of gains, in points.",
-        "",
-        f"**{len(every)} rows: {summary_of_all(every)}.**",
-        "",
-        "| paper | table | what | rows | verdicts and difference |",
-        "|---|---|---|--:|---|",
+        table_row(section, f"[{section.table.name}](#{anchor(section)})") for section in sections
     ]
-    for section in sections:
-        link = f"[{section.table.name}](#{anchor(section)})"
-        lines.append(
-            f"| {section.paper.name} | {link} | {section.table.title} | {len(section.rows)} | "
-            f"{summary(section.rows)} |"
-        )
     paper = None
     for section in sections:
         if section.paper is not paper:
@@ -160,6 +148,48 @@ def page(sections: Sequence[Section], images: dict[str, str]) -> str:
             lines += ["", f"## {paper.data['title']}", "", f"{paper.data['reference']}."]
         lines += section_lines(section, images)
     return "\n".join(lines) + "\n"
+
+
+def summary_page(sections: Sequence[Section]) -> str:
+    """The Markdown page with one line for each table, and why rows differ."""
+    command = "megatron-ext reproduce all --summary --output docs/reference/papers.md"
+    lines = _opening(sections, f"{command}     # this page")
+    lines += ["Without `--summary` the page has every row, and plots.", ""]
+    lines += ["| paper | table | what | rows | verdicts and difference |", "|---|---|---|--:|---|"]
+    lines += [table_row(section, section.table.name) for section in sections]
+    lines += ["", "## Why rows differ", "", *why(sections)]
+    return "\n".join(lines) + "\n"
+
+
+def why(sections: Sequence[Section]) -> list[str]:
+    """A list item for every reason, with the tables whose rows have it."""
+    found: dict[str, list[str]] = {}
+    for section in sections:
+        for reason in reasons(section.rows):
+            found.setdefault(reason, []).append(_heading(section))
+    return [f"- {', '.join(tables)}: {reason}" for reason, tables in found.items()]
+
+
+def _opening(sections: Sequence[Section], command: str) -> list[str]:
+    every = [row for section in sections for row in section.rows]
+    head = _HEAD.format(command=command)
+    return [
+        head + "\n".join(f"- *{one.name.lower()}*: {one.value}" for one in Kind),
+        "",
+        f'What is outside differs because of a stated reason, or is "{UNEXPLAINED}". Differences '
+        "are relative to the published value; of gains, in points.",
+        "",
+        f"**{len(every)} rows: {summary_of_all(every)}.**",
+        "",
+    ]
+
+
+def table_row(section: Section, name: str) -> str:
+    """A table in one row; ``name`` may be a link to its rows."""
+    return (
+        f"| {section.paper.name} | {name} | {section.table.title} | {len(section.rows)} | "
+        f"{summary(section.rows)} |"
+    )
 
 
 def anchor(section: Section) -> str:

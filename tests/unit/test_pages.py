@@ -16,13 +16,14 @@ from scripts import reference_pages
 from tests.support import ROOT
 
 README = (ROOT / "README.md").read_text()
+CHOOSING = (ROOT / "docs" / "start" / "choosing.md").read_text()
 
 
-def run(name: str, pp: int, microbatches: int) -> Simulation:
+def run(name: str, pp: int, microbatches: int, slices: int = 1) -> Simulation:
     """At equal costs, with the number of chunks that the pages state."""
     chunks = 2 if name in ("interleaved", "interleaved-zb", "gis", "gis-h", "po") else None
     cap = 2 * pp * 3 // 4 if name == "v-cap" else None  # sets of half a microbatch
-    return simulate(generate(name, pp, microbatches, chunks, memory_cap=cap))
+    return simulate(generate(name, pp, microbatches, chunks, memory_cap=cap, slices=slices))
 
 
 def rows(text: str, start: str) -> list[list[str]]:
@@ -31,7 +32,7 @@ def rows(text: str, start: str) -> list[list[str]]:
     return [[cell.strip() for cell in line[2:-2].split(" | ")] for line in lines[2:]]
 
 
-def test_the_readme_begins_with_the_large_scale_settings() -> None:
+def test_the_page_of_choosing_has_the_large_scale_settings() -> None:
     expected = []
     for one in (Recipe(*row) for row in published()["large-scale"]["tables"]["settings"]["rows"]):
         expected.append(
@@ -45,11 +46,11 @@ def test_the_readme_begins_with_the_large_scale_settings() -> None:
             ]
         )
         assert one.memory("zero-bubble") == 1
-    assert rows(README, "| recipe of Megatron-Bridge") == expected
+    assert rows(CHOOSING, "| recipe of Megatron-Bridge") == expected
     first, last = round(float(expected[-1][1][:-2])), round(float(expected[0][1][:-2]))
-    assert f"idles {first} to {last} %" in README
+    assert f"idles {first} to {last} %" in CHOOSING
     worse = sum(float(row[4][:-2]) > float(row[1][:-2]) for row in expected)
-    assert worse == 5 and "idles more than stock in five rows" in " ".join(README.split())
+    assert worse == 5 and "idles more than stock in five rows" in " ".join(CHOOSING.split())
 
 
 def test_the_readmes_first_training_example_gains_both() -> None:
@@ -63,12 +64,14 @@ def test_the_readmes_first_training_example_gains_both() -> None:
     ours, stock = run(name, pp, batch), run("1f1b", pp, batch)
     assert ours.bubble < stock.bubble
     assert max(ours.peak_activation) < max(stock.peak_activation)
-    assert f"PP {pp}, {batch} microbatches" in README
-    found = rows(README, "| schedule | bubble | peak")
+    assert (pp, batch) == (4, 8) and "Four ranks, 8 microbatches" in README
+    found = rows(README, "| schedule | bubble | peak | bubble, 4 slices")
     assert len(found) == 5
-    for label, bubble, peak in found:
-        one = run(label.split("`")[1], pp, batch)
-        assert (bubble, peak) == (f"{float(100 * one.bubble):.2f} %", f"{max(one.peak_activation)}")
+    for label, *shown in found:
+        name = label.split("`")[1]
+        for one, cells in ((run(name, pp, batch), shown[:2]), (run(name, pp, batch, 4), shown[2:])):
+            peak = float(max(one.peak_activation))
+            assert cells == [f"{float(100 * one.bubble):.2f} %", f"{peak:.4g}"], name
 
 
 # Of docs/reference/schedules.md, at p ranks and m microbatches.

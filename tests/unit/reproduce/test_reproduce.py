@@ -155,13 +155,6 @@ def test_dualpipe() -> None:
     assert ours.simulated.schedule.has_pairs and max(ours.simulated.peak_sets) <= 9
 
 
-def text_of(section: Section) -> str:
-    """Its part of the page."""
-    name = f"{section.paper.name}-{section.table.name}"
-    images = {name: f"images/{name}.svg"} if section.table.plot else {}
-    return "\n".join(render.section_lines(section, images))
-
-
 def fast() -> list[tuple[Paper, Table]]:
     return [
         (paper, table)
@@ -175,37 +168,45 @@ def test_the_page_has_the_fast_tables_of_today() -> None:
     page = PAGE.read_text()
     found = list(sections(fast()))
     assert sum(len(section.rows) for section in found) > 150
-    for section in found:
-        assert text_of(section) in page, (
-            f"docs/reference/papers.md: {section.table.name} is not what `megatron-ext reproduce "
-            "all --output docs/reference/papers.md` writes; run it"
-        )
+    for line in [render.table_row(one, one.table.name) for one in found]:
+        assert line in page, f"{line}: not in {PAGE.name}; run the command in its first lines"
+    for line in render.why(found):
+        assert line.partition(": ")[2] in page
 
 
 @pytest.mark.campaign
 def test_the_page_is_what_the_command_writes(tmp_path: Path) -> None:
     found = list(sections(wanted("all", None)))
+    assert render.summary_page(found) == PAGE.read_text()
     write_page(str(tmp_path / PAGE.name), found)
-    assert (tmp_path / PAGE.name).read_text() == PAGE.read_text()
-    drawn = sorted((tmp_path / "images").iterdir())
-    assert len(drawn) >= 5
-    for image in drawn:
-        assert image.read_text() == (PAGE.parent / "images" / image.name).read_text(), image.name
+    assert len(list((tmp_path / "images").iterdir())) >= 5
     rows = [row for section in found for row in section.rows]
     assert not [row for row in rows if row.verdict == UNEXPLAINED]
     fits = [row.verdict for row in rows if row.table == "fig15-fits"]
     assert fits == ["reproduced"] * 62
+    every = (tmp_path / PAGE.name).read_text()
+    shown = re.findall(r"(?m)^\| .* \| (reproduced|better|differs|needs a GPU) \|$", every)
+    assert len(shown) == len(rows)
 
 
-def test_every_row_of_the_page_has_a_verdict() -> None:
+def test_the_verdicts_of_the_page_add_up() -> None:
     page = PAGE.read_text()
     stated = re.search(
         r"\*\*(\d+) rows: (\d+) reproduced, (\d+) better, (\d+) differs, (\d+)", page
     )
     assert stated is not None
     total, *parts = map(int, stated.groups())
-    rows = re.findall(r"(?m)^\| .* \| (reproduced|better|differs|needs a GPU) \|$", page)
-    assert len(rows) == total == sum(parts)
+    assert total == sum(parts)
+    assert total == sum(int(n) for n in re.findall(r"(?m)^\| .* \| (\d+) \| .* \|$", page))
+
+
+def test_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.md"
+    assert main(["reproduce", "mpipemoe", "--summary", "--output", str(path)]) == 0
+    assert [one.name for one in tmp_path.iterdir()] == ["page.md"]
+    assert "| mpipemoe | phi | Memory saved by reuse" in path.read_text()
+    assert main(["reproduce", "mpipemoe", "--summary"]) == 2
+    assert "--summary is for a page; add --output PAGE.md" in capsys.readouterr().err
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
