@@ -238,6 +238,7 @@ pathlib.Path({out!r}, "found.json").write_text(json.dumps(found))
     return found
 
 
+@pytest.mark.matrix  # four parts of the suite for what is broken
 def test_a_failure_ends_one_part_only(broken_parts: dict[str, Any]) -> None:
     """A part that dies, or takes too long, is a line, with what it had; NCCL's rows stay."""
     assert broken_parts["broken"]["failed"] == "exit status 1"
@@ -248,6 +249,7 @@ def test_a_failure_ends_one_part_only(broken_parts: dict[str, Any]) -> None:
     assert "nccl: a process failed; its traceback is in the output" in broken_parts["wrong"]
 
 
+@pytest.mark.matrix
 def test_chance_is_not_blamed_on_a_schedule(broken_parts: dict[str, Any]) -> None:
     """A model that computes something else every time: its control says so, and that alone."""
     rows = broken_parts["shared"]["worlds"]["2"]["rows"]
@@ -257,6 +259,7 @@ def test_chance_is_not_blamed_on_a_schedule(broken_parts: dict[str, Any]) -> Non
     ]
 
 
+@pytest.mark.matrix
 def test_messages_through_the_host_know_every_way(broken_parts: dict[str, Any]) -> None:
     """Of every schedule of the part ``shared``, at four ranks too, which no other test here has."""
     assert broken_parts["unknown"] == []
