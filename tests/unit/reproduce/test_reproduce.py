@@ -16,7 +16,7 @@ from megatron_ext.commands.reproduce import write_page
 from megatron_ext.reproduce import render
 from megatron_ext.reproduce.jobs import sharded, vocabulary_mfu
 from megatron_ext.reproduce.orders import Device, Recipe
-from megatron_ext.reproduce.papers import PAPERS, Section, sections, wanted
+from megatron_ext.reproduce.papers import PAPERS, sections, wanted
 from megatron_ext.reproduce.quantities import gain, in_order, over, pairs_in_order
 from megatron_ext.reproduce.rows import (
     UNEXPLAINED,
