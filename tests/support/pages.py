@@ -74,8 +74,8 @@ NOT_RUN = {
     r"megatron-ext \w+ .*…": "a pattern: the user's own flags belong there",
     r"DEVICE=cpu .*scripts/sweep_schedules.sh": "tests/campaigns/scripts runs the sweep",
     r"torchrun .*(…|<your usual flags>)": "a pattern: the user's own flags belong there",
-    r"torchrun --nproc-per-node 4 \S+ megatron_ext.launch .*--device cpu .*\$\{FLAGS": "run by a "
-    "test of its own, with torchrun itself",
+    r'torchrun --nproc-per-node 4 \S+ megatron_ext.launch .*--device cpu .*\$\{FLAGS\[@\]\}"$': "run by "
+    "a test of its own, with torchrun itself",
     r"python3\.12 -m venv": "needs a package index",
     r"python -m venv": "needs a package index",
     r"pip install": "needs a package index",

@@ -106,6 +106,17 @@ def test_the_table_of_all_schedules() -> None:
     assert [max(run("gis-h", p, 32).peak_activation) for p in (4, 8, 16)] == [3, 6, 12]
 
 
+def test_the_pages_share_one_tiny_example() -> None:
+    wanted = README[README.index("FLAGS=(") :].split(")")[0]
+    found = []
+    for path in (ROOT / "docs").rglob("*.md"):
+        text = path.read_text()
+        if "--hidden-size 64 " in text:
+            assert text[text.index("FLAGS=(") :].split(")")[0] == wanted, path
+            found.append(path.stem)
+    assert sorted(found) == ["quick-start", "tracing"]
+
+
 def test_the_readme_lists_every_command() -> None:
     for name in cli._COMMANDS:
         assert f"megatron-ext {name}" in README, name
