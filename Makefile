@@ -41,6 +41,6 @@ docs:
 		$(addprefix '!megatron_ext.,$(addsuffix ',$(INTERNAL)))
 
 
-# The pages that code writes: docs/reference/flags.md, cli.md, api.md. Needs torch.
+# The pages that code writes: docs/reference/flags.md, refused.md, cli.md, api.md. Needs torch.
 reference:
 	python -m scripts.reference_pages

@@ -1,6 +1,6 @@
-"""Writes the reference pages that code knows best: flags, the command line, the Python interface.
+"""Writes the reference pages that code knows best: flags, refusals, command line, Python interface.
 
-    python -m scripts.reference_pages             # all of them; needs torch, for the flags
+    python -m scripts.reference_pages             # all of them; needs torch, for flags and refusals
     python -m scripts.reference_pages cli api     # these two need a bare Python
 
 Tests compare the pages with what this makes.
@@ -14,8 +14,12 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ext._conflict import Conflict
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -32,6 +36,11 @@ FEATURES = {
     "VocabularyParallel": ("A sharded vocabulary", "../guides/vocabulary.md"),
     "MoE": ("MoE layers in chunks", "../guides/moe.md"),
     "Telemetry": ("Traces", "../guides/tracing.md"),
+}
+# Those that refuse options of Megatron and do not declare a flag with a heading of its own.
+REFUSING = FEATURES | {
+    "CudaGraphs": ("CUDA graphs", "features.md#cuda-graphs"),
+    "Overlap": ("Passes in pairs", "../guides/overlap.md"),
 }
 ENVIRONMENT = {
     "MEGATRON_EXT_VERBOSE": "1: the log names every function that is replaced, and all details",
@@ -135,7 +144,7 @@ def flags() -> str:
         "Add these flags to Megatron's own, with the launcher or on a patched checkout. "
         "`megatron_ext.enable` takes them without dashes and without `--pp-`: `memory_cap=0.6`, "
         "`moe_pipeline_chunks=4`. All are off by default. Those marked * also work without "
-        "`--pp-schedule`. Which ones exclude each other: [features](features.md).",
+        "`--pp-schedule`. Which ones exclude each other: [refused flags](refused.md).",
     ]
     for feature, (title, page) in FEATURES.items():
         (found,) = (one for one in ALL if type(one).__name__ == feature)
@@ -163,6 +172,38 @@ def flags() -> str:
     lines += ["", "## Environment variables", ""]
     lines += table(("variable", "meaning"), ((f"`{n}`", text) for n, text in ENVIRONMENT.items()))
     return "\n".join(lines) + "\n"
+
+
+def refused() -> str:
+    """The page of options that a feature does not support."""
+    from megatron_ext.integration.features import FEATURES as ALL
+
+    lines = ["# Refused flags", "", WRITTEN, ""]
+    lines += [
+        "Each of these combinations ends the run before training, with the reason and the way out. "
+        "A flag without a value is refused with every one but those that turn it off, or that the "
+        "reason names.",
+    ]
+    for feature in ALL:
+        if feature.conflicts:
+            title, page = REFUSING[type(feature).__name__]
+            lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
+            lines += table(*_refusals(feature.conflicts))
+    return "\n".join(lines) + "\n"
+
+
+def _refusals(rules: Sequence[Conflict]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows of a table; no column of what a refusal is limited to, if none is."""
+    parts = any(rule.only for rule in rules)
+    head = (
+        ("flag", "only with", "why, and what to do") if parts else ("flag", "why, and what to do")
+    )
+    rows = []
+    for rule in rules:
+        flag = f"`{' '.join((rule.flag, *rule.values))}`"
+        flag += f" beside `{rule.beside}`" if rule.beside else ""
+        rows.append((flag, rule.only, rule.reason) if parts else (flag, rule.reason))
+    return head, rows
 
 
 def first_sentence(text: str | None) -> str:
@@ -207,7 +248,7 @@ def modules(folder: str) -> Iterator[tuple[str, str]]:
         yield f"`{module.name}`", first_sentence(ast.get_docstring(tree))
 
 
-PAGES: dict[str, Callable[[], str]] = {"flags": flags, "cli": cli, "api": api}
+PAGES: dict[str, Callable[[], str]] = {"flags": flags, "refused": refused, "cli": cli, "api": api}
 
 
 def main(argv: list[str] | None = None) -> None:

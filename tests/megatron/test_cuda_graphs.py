@@ -15,8 +15,6 @@ from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.runtime.edges import DEFAULT
 from megatron_ext.schedule import generate
 from megatron_ext.schedule.io import save
-from tests.support import ROOT
-from tests.support.pages import conflict_table
 from tests.support.stand_ins import megatron_args
 
 # Every way to ask for graphs of single layers: before core_v0.16, since then, after validation.
@@ -90,11 +88,6 @@ def test_what_does_not_go_with_graphs(rule: Any) -> None:
     text = refusal("1f1b", cuda_graph_impl="local", **used)
     assert f"--cuda-graph-impl local does not support {rule.flag} something" in text
     CudaGraphs().check(run_of("1f1b", **used))
-
-
-def test_documentation_has_the_conflicts() -> None:
-    page = (ROOT / "docs" / "reference/features.md").read_text()
-    assert conflict_table(CudaGraphs.conflicts, "CUDA graphs") in page
 
 
 def test_transformer_engine_needs_a_step_before() -> None:

@@ -26,7 +26,6 @@ from megatron_ext.integration.flags import (
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
-from tests.support.pages import conflict_table
 from tests.support.schedules import made
 from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
 
@@ -203,11 +202,6 @@ def test_features_that_do_not_work_together(rule: Conflict) -> None:
         assert rule.reason in refusal("zb-h1", **used)
     for off in (None, False, *rule.off):
         before_megatron(arguments(**{rule.attribute: off}), ScheduleRequest.of("v-half"))
-
-
-def test_documentation_has_the_conflicts() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "reference/features.md"
-    assert conflict_table(ScheduleFeature.conflicts, "every schedule") in page.read_text()
 
 
 @pytest.mark.parametrize(

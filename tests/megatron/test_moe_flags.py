@@ -22,8 +22,6 @@ from megatron_ext.integration.hooks import around
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 from megatron_ext.plan.moe_conflicts import ACTIVATED, CHOSEN, OFFLOADED, RESTORED, SPLIT
-from tests.support.checkouts import ROOT
-from tests.support.pages import conflict_table
 from tests.support.stand_ins import megatron_args
 
 
@@ -379,10 +377,3 @@ def test_recipes_with_scales_of_a_call(recipe: dict[str, Any], strategy: str) ->
     require_supported(args, strategy)
     with pytest.raises(ConfigError, match="--fp8-recipe delayed"):
         require_supported(arguments(fp8="e4m3", fp8_recipe=Fp8Recipe.delayed), strategy)
-
-
-def test_the_documentation_has_the_table() -> None:
-    assert (
-        conflict_table(CONFLICTS, "any number of chunks")
-        in (ROOT / "docs" / "reference" / "features.md").read_text()
-    )

@@ -13,8 +13,6 @@ from megatron_ext.integration.features.overlap import DELAY, FLAG, Overlap
 from megatron_ext.integration.features.overlap.run import PairedPasses, _require_plans
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.hooks import Hooks
-from tests.support import ROOT
-from tests.support.pages import conflict_table
 from tests.support.stand_ins import megatron_args
 
 
@@ -146,8 +144,3 @@ def test_one_chunk_a_rank() -> None:
         assert two.overlap_moe_expert_parallel_comm is True
     finally:
         hooks.revert()
-
-
-def test_documented() -> None:
-    page = (ROOT / "docs" / "reference/features.md").read_text()
-    assert conflict_table(Overlap.conflicts, f"`{FLAG}`") in page

@@ -12,7 +12,6 @@ from megatron_ext.integration.feature import require_no_conflict
 from megatron_ext.integration.features.post_validation import PostValidation
 from megatron_ext.integration.features.post_validation.setup import goes_on
 from tests.campaigns import random_post_validation as script
-from tests.support import ROOT
 from tests.support.stand_ins import megatron_args
 
 
@@ -21,12 +20,6 @@ def test_draws_are_repeatable_and_various() -> None:
     assert case == script.draw(3, 5, 12) != script.draw(3, 6, 12)
     settings = {script.draw(1, n, 12).setting for n in range(60)}
     assert settings == set(script.SETTINGS)
-
-
-def test_documented() -> None:
-    page = (ROOT / "docs" / "reference/features.md").read_text()
-    for rule in PostValidation.conflicts:
-        assert f"| `{rule.flag}` | {rule.reason} |" in page
 
 
 class TestConflicts:

@@ -14,11 +14,9 @@ from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.vocabulary import VocabularyParallel
 from megatron_ext.releases import TAGS
 from tests.checkout.test_checkpoints import tensors
-from tests.support import ROOT
 from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import version
 from tests.support.grids import sampled
-from tests.support.pages import conflict_table
 from tests.support.stand_ins import megatron_args
 
 cases = case_results(
@@ -220,8 +218,3 @@ def test_layout_of_a_checkpoint() -> None:
     plain, shared = Layout.of(megatron_args()), Layout.of(megatron_args(pp_vocab_parallel=True))
     assert plain != shared
     assert str(shared) == f"{plain}, the vocabulary on all ranks"
-
-
-def test_documented() -> None:
-    page = (ROOT / "docs" / "reference/features.md").read_text()
-    assert conflict_table(VocabularyParallel.conflicts, "`--pp-vocab-parallel`") in page
