@@ -147,7 +147,7 @@ def flags() -> str:
         "`--pp-schedule`. Which ones exclude each other: [refused flags](refused.md).",
     ]
     for feature, (title, page) in FEATURES.items():
-        (found,) = (one for one in ALL if type(one).__name__ == feature)
+        (found,) = (one for one in ALL if one.__name__ == feature)
         declared = {flag.name for flag in found.flags}
         rows = []
         for flag in FLAGS:

@@ -1,8 +1,8 @@
-"""The feature protocol: flags, conflicts with Megatron's options, checks, and what it starts.
+"""The feature protocol: flags, conflicts with Megatron's options, checks, hooks and events.
 
-A feature is one folder or file below ``features/``. ``features.FEATURES`` lists them; everything
-that is done for flags (parsing, help, documentation, comparison over ranks, "off means off") and
-for a run (checks, hooks, callbacks) loops over that list.
+A feature is one class in a folder or file below ``features/``. ``features.FEATURES`` lists them;
+everything that is done for flags (parsing, help, documentation, comparison over ranks, "off means
+off") loops over that list, and every run has one object of each.
 """
 
 from __future__ import annotations
@@ -225,21 +225,28 @@ class Run:
         )
 
 
-class Feature:
-    """One feature. A subclass overrides what it needs; objects hold no state of a run.
+class Feature(Callback):
+    """One feature in one run, or in one of a library's models. A subclass overrides what it needs.
 
     Attributes:
         conflicts: options of Megatron that it does not support.
-        per_model: its callbacks hold the state of one model; with several models in a process
-            (``Run.for_model``) each gets its own.
+        per_model: its state is one model's; with several models in a process each gets its own.
     """
 
     flags: tuple[Flag, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
     per_model: bool = False
 
+    def check_flags(self, run: Run) -> None:
+        """Check our own flags, of which every run knows all before anything else.
+
+        Raises:
+            ConfigError: a combination that cannot work.
+        """
+
     def check(self, run: Run) -> None:
-        """Check the user's flags before Megatron's own validation; may set Megatron's arguments.
+        """Check them with Megatron's arguments, before its own validation, which may be changed; in
+        a library with the model whose run this is.
 
         Raises:
             ConfigError: a combination that cannot work.
@@ -256,15 +263,8 @@ class Feature:
             ConfigError: a combination that cannot work.
         """
 
-    def check_model(self, run: Run) -> None:
-        """In a library, in place of the two checks above: check the model whose run this is.
-
-        Raises:
-            ConfigError: a combination that cannot work.
-        """
-
     def start(self, run: Run) -> Sequence[Callback]:
-        """What is put in force for ``run``; empty if the feature is off.
+        """What is put in force for ``run``, itself or parts; empty if the feature is off.
 
         Later features' hooks wrap those of earlier ones. The callbacks' events come in the order of
         the features when an iteration begins, and in the reverse order when it ends.

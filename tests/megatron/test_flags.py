@@ -27,7 +27,7 @@ from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simul
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
 from tests.support.schedules import made
-from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
+from tests.support.stand_ins import after_megatron, before_megatron, megatron_args, started
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -149,9 +149,10 @@ def test_other_models_under_v() -> None:
 
 
 def test_no_inference_under_v() -> None:
-    from megatron_ext.integration.features.v_placement.vee import HOOKS
+    from megatron_ext.integration.features.v_placement import VPlacement
 
-    (hook,) = (s for s in HOOKS if s.target.places[0].endswith("GPTModel.forward"))
+    hooks = started(VPlacement).hooks()
+    (hook,) = (one for one in hooks if one.target.places[0].endswith("GPTModel.forward"))
     forward = hook.make(lambda self, x, **kwargs: x)
     assert forward(None, 3, inference_context=None) == 3
     with pytest.raises(ConfigError, match="start it without --pp-schedule"):

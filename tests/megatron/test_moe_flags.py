@@ -14,15 +14,14 @@ from megatron.core.enums import Fp8Recipe
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.moe import CONFLICTS, MoE, queues
-from megatron_ext.integration.features.moe.flags import MoERequest, require_supported
-from megatron_ext.integration.features.moe.in_flight import stock_sets
+from megatron_ext.integration.features.moe.flags import MoERequest, require_supported, stock_sets
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.hooks import around
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 from megatron_ext.plan.moe_conflicts import ACTIVATED, CHOSEN, OFFLOADED, RESTORED, SPLIT
-from tests.support.stand_ins import megatron_args
+from tests.support.stand_ins import megatron_args, started
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -196,14 +195,14 @@ def test_priority_is_for_experts_on_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_expert_priority_goes_with_a_v() -> None:
     """Whose own hook names the ranks of the embedding in place of the script."""
-    from megatron_ext.integration.features.v_placement import vee
+    from megatron_ext.integration.features import v_placement as vee
 
     def initialize(tp: int = 1, get_embedding_ranks: Any = None, order: str = "") -> None:
         called.append((tp, get_embedding_ranks, order))
 
     called: list[Any] = []
-    inner = around(vee._initialize_model_parallel)(initialize)
-    queues._with_priority(inner)(2, get_embedding_ranks=print, order="tp-pp")
+    inner = around(started(vee.VPlacement)._initialize_model_parallel)(initialize)
+    around(queues._with_priority)(inner)(2, get_embedding_ranks=print, order="tp-pp")
     assert called == [(2, vee._embedding_ranks, "tp-pp")]
 
 

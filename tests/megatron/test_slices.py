@@ -122,7 +122,7 @@ class TestFlags:
         args = arguments(pp_slices="auto")
         run = Run(args, "0.19.0", library=True, request=ScheduleRequest.of("v-half"))
         with pytest.raises(ConfigError, match="auto chooses by the microbatches and tokens"):
-            Slices().check(run)
+            Slices().check_flags(run)
 
     def test_pairs_have_no_slices(self) -> None:
         request = checked("dualpipev").request

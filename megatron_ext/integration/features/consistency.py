@@ -19,10 +19,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..callbacks import Callback, HooksOnly
+import torch
+import torch.distributed as dist
+
+from ..callbacks import Callback
 from ..errors import ConfigError
 from ..feature import Feature, Run
-from ..hooks import Hook, around
+from ..hooks import hooked
 from ..targets import INITIALIZE
 from ..utils import device_name, gather, most_microbatches
 
@@ -51,8 +54,6 @@ def facts(
         plan: hash and size of the schedule; None without one.
         megatrons_flags: those of Megatron and the training script, as ``flags``.
     """
-    import torch
-
     from megatron_ext import __version__
 
     environment = {
@@ -85,7 +86,9 @@ def _sources() -> str:
 class Consistency(Feature):
     """Compares all ranks of a run with our flags."""
 
-    def check_model(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
+        if not run.library:
+            return  # by a store, as soon as there is one
         from ..flags import given
 
         mine = facts(given(run.args, compared=True), None, run.version)
@@ -94,19 +97,23 @@ class Consistency(Feature):
             raise ConfigError(problem)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        import torch.distributed as dist
-
         from ..flags import given
 
         if run.library or set(given(run.args).values()) <= {"off"}:
             return ()  # a library's models are compared one by one, over their pipelines
+        self._run = run
         if dist.is_initialized():
             agree(run)
-            return ()
-        if run.training:
-            return (HooksOnly((_hook(run),)),)
         # Without the training package the process group is made by code that we do not know.
-        return ()
+        return (self,) if run.training and not dist.is_initialized() else ()
+
+    @hooked(INITIALIZE, "ranks with other flags or packages would hang or train on other data")
+    def _initialize_distributed(
+        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(*args, **kwargs)
+        agree(self._run)
+        return result
 
 
 def agree(run: Run) -> None:
@@ -124,21 +131,6 @@ def agree(run: Run) -> None:
     if run.settle is not None:
         run.settle(first_ranks(device_name()))
         require_agreement({"the plan": str(_plan_of(run))})
-
-
-def _hook(run: Run) -> Hook:
-    """Compares as soon as Megatron has created the process group."""
-
-    def initialize_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        agree(run)
-        return result
-
-    return Hook(
-        INITIALIZE,
-        around(initialize_distributed),
-        "ranks with other flags or packages would hang or train on other data",
-    )
 
 
 def _plan_of(run: Run) -> str | None:
@@ -159,8 +151,6 @@ def first_ranks(value: str) -> str:
     Raises:
         ConfigError: rank 0 does not give it in time.
     """
-    import torch.distributed as dist
-
     global _rounds
     _rounds += 1
     if dist.get_world_size() == 1:
@@ -176,8 +166,6 @@ def first_ranks(value: str) -> str:
 
 def _store() -> Any:
     """The process group's, for the present round alone."""
-    import torch.distributed as dist
-
     default = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(f"megatron_ext/agreement/{_rounds}", default)
 
@@ -192,8 +180,6 @@ def require_agreement(mine: Mapping[str, str]) -> None:
     Raises:
         ConfigError: on every rank that came here: a rank differs, or did not come.
     """
-    import torch.distributed as dist
-
     global _rounds
     world, rank = dist.get_world_size(), dist.get_rank()
     _rounds += 1

@@ -8,7 +8,6 @@ here is how our flag asks for it, and the same for every other MLP, which Megatr
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import torch
 
 from ..arguments import MegatronArgs
-from ..callbacks import Callback, HooksOnly
+from ..callbacks import Callback
 from ..errors import ConfigError
 from ..feature import Feature, Flag, Run
-from ..hooks import Hook, around
+from ..hooks import hooked
 from ..targets import CHECKPOINT_INIT, MLP_FORWARD
 
 logger = logging.getLogger(__name__)
@@ -45,10 +44,62 @@ class Recompute(Feature):
         if run.args.pp_cheap_recompute:
             ask_megatron(run.args)
 
+    # Inside MoE layers' experts, too. Those of ours, in chunks, have passes of their own that
+    # Megatron's recomputation refuses to run in; ``--moe-memory-reuse`` is for them.
+    _experts = True
+
     def start(self, run: Run) -> Sequence[Callback]:
-        if not run.args.pp_cheap_recompute:
-            return ()
-        return (HooksOnly(hooks(experts=not run.experts_in_chunks)),)
+        self._experts = not run.experts_in_chunks
+        return (self,) if run.args.pp_cheap_recompute else ()
+
+    @hooked(MLP_FORWARD, "the activation function's output would be kept")
+    def _mlp_forward(
+        self,
+        original: Callable[..., Any],
+        mlp: Any,
+        hidden_states: torch.Tensor,
+        per_token_scale: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        # Only an expert's output is scaled by its router's probabilities.
+        kept = per_token_scale is not None and not self._experts
+        if kept or not _pays(mlp, per_token_scale):
+            return original(mlp, hidden_states, per_token_scale, **kwargs)
+        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+        if mlp.config.fp8 or mlp.config.fp4:
+            from megatron.core.extensions.transformer_engine import set_save_original_input
+
+            # It would keep a quantised copy, and discarding the original would free nothing.
+            set_save_original_input(mlp.linear_fc2)
+
+        def activation(x: torch.Tensor, bias: Any, scale: Any) -> torch.Tensor:
+            between: torch.Tensor = original(_Between(mlp, bias), x, scale)[0]
+            return between
+
+        x, bias = mlp.linear_fc1(hidden_states)
+        recompute = CheckpointWithoutOutput()
+        y, output_bias = mlp.linear_fc2(recompute.checkpoint(activation, x, bias, per_token_scale))
+        # The gradient of y comes before fc2's backward, which is the first to need its input. That
+        # input is never discarded again, so a W pass finds it too, however late.
+        recompute.discard_output_and_register_recompute(y)
+        return y, output_bias
+
+    @hooked(
+        CHECKPOINT_INIT,
+        "recompute would ask Transformer Engine, which is missing, for its FP8 state",
+        when=lambda self: not _has_transformer_engine(),
+    )
+    def _without_fp8(
+        self,
+        original: Callable[..., None],
+        checkpoint: Any,
+        fp8: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        # Megatron tests for None, but its own default is False, which so means True.
+        original(checkpoint, fp8 or None, *args, **kwargs)
 
 
 def ask_megatron(args: MegatronArgs) -> None:
@@ -104,70 +155,10 @@ def ask_megatron(args: MegatronArgs) -> None:
         )
 
 
-def hooks(experts: bool = True) -> tuple[Hook, ...]:
-    """Hooks for what Megatron's own recompute does not cover.
-
-    Args:
-        experts: also inside MoE layers' experts. Those of ours, in chunks, have passes of their own
-            that Megatron's recomputation refuses to run in; ``--moe-memory-reuse`` is for them.
-    """
+def _has_transformer_engine() -> bool:
     from megatron.core.tensor_parallel import random
 
-    found = [
-        Hook(
-            MLP_FORWARD,
-            functools.partial(_mlp_forward, experts=experts),
-            "the activation function's output would be kept",
-        )
-    ]
-    if not random.HAVE_TE:
-        found.append(
-            Hook(
-                CHECKPOINT_INIT,
-                around(_without_fp8),
-                "recompute would ask Transformer Engine, which is missing, for its FP8 state",
-            )
-        )
-    return tuple(found)
-
-
-def _without_fp8(
-    original: Callable[..., None], self: Any, fp8: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    # Megatron tests for None, but its own default is False, which so means True.
-    original(self, fp8 or None, *args, **kwargs)
-
-
-def _mlp_forward(original: Callable[..., Any], experts: bool) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(
-        self: Any, hidden_states: torch.Tensor, per_token_scale: Any = None, **kwargs: Any
-    ) -> Any:
-        # Only an expert's output is scaled by its router's probabilities.
-        kept = per_token_scale is not None and not experts
-        if kept or not _pays(self, per_token_scale):
-            return original(self, hidden_states, per_token_scale, **kwargs)
-        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-
-        if self.config.fp8 or self.config.fp4:
-            from megatron.core.extensions.transformer_engine import set_save_original_input
-
-            # It would keep a quantised copy, and discarding the original would free nothing.
-            set_save_original_input(self.linear_fc2)
-
-        def activation(x: torch.Tensor, bias: Any, scale: Any) -> torch.Tensor:
-            between: torch.Tensor = original(_Between(self, bias), x, scale)[0]
-            return between
-
-        x, bias = self.linear_fc1(hidden_states)
-        recompute = CheckpointWithoutOutput()
-        y, output_bias = self.linear_fc2(recompute.checkpoint(activation, x, bias, per_token_scale))
-        # The gradient of y comes before fc2's backward, which is the first to need its input. That
-        # input is never discarded again, so a W pass finds it too, however late.
-        recompute.discard_output_and_register_recompute(y)
-        return y, output_bias
-
-    return forward
+    return bool(random.HAVE_TE)
 
 
 def _pays(mlp: Any, per_token_scale: Any) -> bool:

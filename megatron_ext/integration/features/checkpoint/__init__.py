@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....checkpoints.layout import Layout
-from ...callbacks import Callback, HooksOnly
+from ...callbacks import Callback
 from ...feature import Feature, Run
 
 
@@ -24,4 +24,4 @@ class Checkpoint(Feature):
             return ()
         from .hooks import Checkpoints
 
-        return (HooksOnly(Checkpoints(run.request.name, Layout.of(run.args)).hooks()),)
+        return (Checkpoints(run.request.name, Layout.of(run.args)),)

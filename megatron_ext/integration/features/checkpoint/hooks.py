@@ -16,8 +16,9 @@ from typing import Any
 from ...._input import shown
 from ....checkpoints.layout import Layout
 from ...arguments import MegatronArgs
+from ...callbacks import Callback
 from ...errors import ConfigError
-from ...hooks import Hook, around
+from ...hooks import hooked
 from ...layout import LayerPattern
 from ...targets import LOAD, LOAD_BASE, SAVE
 from ...utils import gather, tied_embeddings, unwrapped
@@ -96,7 +97,7 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
     )
 
 
-class Checkpoints:
+class Checkpoints(Callback):
     """Hooks around one run's loading and saving.
 
     Args:
@@ -110,26 +111,7 @@ class Checkpoints:
         self._found: tuple[dict[str, Any], str] | None = None
         self._metadata: dict[str, Any] = {}
 
-    def hooks(self) -> tuple[Hook, ...]:
-        """The hooks around Megatron's loading and saving."""
-        return (
-            Hook(
-                LOAD,
-                around(self._load_checkpoint),
-                "parameters that a checkpoint lacks would keep random initial values",
-            ),
-            Hook(
-                LOAD_BASE,
-                around(self._load_base_checkpoint),
-                "an optimizer state of another layout would end in a shape exception",
-            ),
-            Hook(
-                SAVE,
-                around(integrity.report_failure),
-                "a failed save would not report what a restart will load",
-            ),
-        )
-
+    @hooked(LOAD, "parameters that a checkpoint lacks would keep random initial values")
     def _load_checkpoint(
         self, original: Callable[..., Any], ddp_model: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -144,6 +126,7 @@ class Checkpoints:
             self._chunks = self._found = None
             self._metadata = {}
 
+    @hooked(LOAD_BASE, "an optimizer state of another layout would end in a shape exception")
     def _load_base_checkpoint(
         self,
         original: Callable[..., Any],
@@ -178,6 +161,10 @@ class Checkpoints:
             if kind == "GLOBAL":
                 self._found = (state, str(folder))
         return result
+
+    @hooked(SAVE, "a failed save would not report what a restart will load")
+    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return integrity.report_failure(original, *args, **kwargs)
 
     def _require_placement(self, folder: Any) -> None:
         if self._layout.placement == "vee":

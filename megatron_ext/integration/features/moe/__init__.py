@@ -7,22 +7,22 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from ....moe.plan import LayerPlan
 from ....plan.moe_conflicts import CONFLICTS
+from ....schedule.effects import peak_calls, peak_sets
 from ...callbacks import Callback, HooksOnly
 from ...feature import Feature, Flag, Needs, Run
 from ...utils import file_contents, most_microbatches
+from . import queues
+from .choice import ChosenMoE
+from .flags import FLAGS, MoERequest, check_budget, stock_sets
+from .host import HostArenas
+from .layer import FixedPolicy, PipelinedMoE, dense_hooks
 
 logger = logging.getLogger(__name__)
 
 CHUNKS = ("off", "auto", "1", "2", "4", "8")
 STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4", "auto")
-FLAGS = (
-    "--moe-pipeline-chunks",
-    "--moe-memory-reuse",
-    "--moe-memory-budget",
-    "--moe-pipeline-costs",
-    "--moe-memory-host-budget",
-)
 _ON = Needs({FLAGS[0]: ()}, f"{FLAGS[0]} 2 (1 is the whole batch at once)")
 _CHOOSES = Needs(
     {FLAGS[0]: ("auto",), FLAGS[1]: ("auto",)},
@@ -82,42 +82,28 @@ class MoE(Feature):
     )
     conflicts = CONFLICTS
 
-    def check(self, run: Run) -> None:
-        from .flags import MoERequest
-
+    def check_flags(self, run: Run) -> None:
         request = MoERequest.of(run.args)
         if request is not None:
-            if not run.library:  # there each layer is checked by its own configuration
-                request.check(run.args, _splits(run))
             run.experts_in_chunks = not request.stock
             if request.chunks != "1":
-                from .queues import set_default
+                queues.set_default()
 
-                set_default()
+    def check(self, run: Run) -> None:
+        request = MoERequest.of(run.args)
+        if request is not None and not run.library:  # there each layer is checked by its own
+            request.check(run.args, _splits(run))
 
     def validating(self, run: Run) -> AbstractContextManager[None]:
-        from .flags import MoERequest
-        from .queues import one_queue, without_demand
-
         request = MoERequest.of(run.args)
-        if request is None or request.chunks == "1" or one_queue():
+        if request is None or request.chunks == "1" or queues.one_queue():
             return nullcontext()
-        return without_demand(run.args.rank)
+        return queues.without_demand(run.args.rank)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        from .flags import MoERequest
-
         request, schedule = MoERequest.of(run.args), run.schedule
         if request is None:
             return ()
-        from ....moe.plan import LayerPlan
-        from ....schedule.effects import peak_calls, peak_sets
-        from . import queues
-        from .choice import ChosenMoE
-        from .flags import check_budget
-        from .host import HostArenas
-        from .in_flight import stock_sets
-        from .layer import FixedPolicy, PipelinedMoE, dense_hooks
 
         def most(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
             if schedule is None:

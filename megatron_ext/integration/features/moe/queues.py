@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import logging
 import os
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...hooks import Hook
+from ...hooks import Hook, around
 from ...targets import PARALLEL_STATE
 from ...undo import set_environment
 
@@ -87,25 +86,17 @@ def priority_hook() -> Hook:
     Transformer Engine runs grouped products on streams of priority -1; a message of priority 0
     would wait until no block of theirs is pending.
     """
-    return Hook(
-        PARALLEL_STATE, _with_priority, "messages of MoE chunks would wait for the experts' kernels"
-    )
+    why = "messages of MoE chunks would wait for the experts' kernels"
+    return Hook(PARALLEL_STATE, around(_with_priority), why)
 
 
-def _with_priority(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        # Megatron makes options of NCCL for these groups, whatever the backend is.
-        if given.get("expert_model_parallel_size", 1) > 1 and _nccl():
-            groups = given.get("high_priority_stream_groups") or []
-            given["high_priority_stream_groups"] = [*groups, *({"ep"} - set(groups))]
-        return original(**given)  # by name: what it wraps may replace one of them
-
-    return initialize_model_parallel
+def _with_priority(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    # Megatron makes options of NCCL for these groups, whatever the backend is.
+    if given.get("expert_model_parallel_size", 1) > 1 and _nccl():
+        groups = given.get("high_priority_stream_groups") or []
+        given["high_priority_stream_groups"] = [*groups, *({"ep"} - set(groups))]
+    return original(**given)  # by name: what it wraps may replace one of them
 
 
 def _nccl() -> bool:

@@ -9,9 +9,8 @@ section 4; the order is the lowered schedule's, see ``schedule.lower``). All of 
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ....runtime.edges import connected
 from ....schedule.placement import Placement
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
-from ...hooks import Hook, around
+from ...hooks import hooked
 from ...pipeline import start_param_sync
 from ...targets import CHAINED_STEP, DECIDE_EXIT, SAVE
 from .eager_step import EagerStep, StageGroups
@@ -49,37 +48,27 @@ class StepAhead(Callback):
         self._groups: StageGroups | None = None
         self.ahead = self.undone = 0
 
-    def hooks(self) -> Sequence[Hook]:
-        return (
-            Hook(CHAINED_STEP, self._with_validation, "the optimizer would wait for all ranks"),
-            Hook(
-                SAVE,
-                around(self._after_dropping),
-                "a checkpoint could hold random states of an iteration that has only begun",
-            ),
-            Hook(DECIDE_EXIT, around(self._before_exit), "a run could end with messages in flight"),
-        )
+    @hooked(CHAINED_STEP, "the optimizer would wait for all ranks")
+    def _with_validation(
+        self, original: Callable[..., Any], optimizer: Any
+    ) -> tuple[bool, Any, Any]:
+        if self._may_step_ahead(optimizer):
+            return self._step_ahead(optimizer, original)
+        result: tuple[bool, Any, Any] = original(optimizer)
+        self._count(optimizer, result)
+        return result
 
+    @hooked(SAVE, "a checkpoint could hold random states of an iteration that has only begun")
     def _after_dropping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._head.drop()
         return original(*args, **kwargs)
 
+    @hooked(DECIDE_EXIT, "a run could end with messages in flight")
     def _before_exit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ends = original(*args, **kwargs)
         if ends:
             self._head.drop()
         return ends
-
-    def _with_validation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(optimizer: Any) -> tuple[bool, Any, Any]:
-            if self._may_step_ahead(optimizer):
-                return self._step_ahead(optimizer, original)
-            result: tuple[bool, Any, Any] = original(optimizer)
-            self._count(optimizer, result)
-            return result
-
-        return step
 
     def _may_step_ahead(self, optimizer: Any) -> bool:
         from megatron.training import get_args

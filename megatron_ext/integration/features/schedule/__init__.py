@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ....schedule import AUTO, NAMES
 from ....schedule.generators.registry import takers
 from ...arguments import MegatronArgs
-from ...callbacks import Callback, HooksOnly
+from ...building import Building
+from ...callbacks import Callback
 from ...feature import Conflict, Feature, Flag, Run
+from ...hooks import Hook, hooked
+from ...model_classes import require_chunks
+from ...targets import TRAIN_STEP
 from ...utils import file_contents
+from . import packed_sequences
 
 
 def _compared(value: str, args: MegatronArgs) -> str:
@@ -142,13 +148,19 @@ class Schedule(Feature):
         ),
     )
 
+    def check_flags(self, run: Run) -> None:
+        if run.library and run.request is not None:
+            from .validate import require_named
+
+            require_named(run)
+
     def check(self, run: Run) -> None:
         if run.request is None:
             return
-        from .validate import before_megatron, require_named
+        from .validate import before_megatron, check_model
 
         if run.library:
-            require_named(run)
+            check_model(run)
         else:
             run.request = before_megatron(run)
 
@@ -159,18 +171,28 @@ class Schedule(Feature):
             run.schedule = after_megatron(run.args, run.request)
             run.request, run.chunks = run.schedule.request, run.schedule.placement.chunks
 
-    def check_model(self, run: Run) -> None:
-        from .validate import check_model
-
-        check_model(run)
-
     def start(self, run: Run) -> Sequence[Callback]:
         if run.pipeline is None or run.request is None:
             return ()
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         run.args.pp_placement = "vee" if run.request.vee else "loop"
-        from .entry import Entry
-        from .packed_sequences import hooks
+        self._run, self._pipeline, self._name = run, run.pipeline, run.request.name
+        return (self,)
 
-        entry = Entry(run.pipeline, run.training, run.request.name, run.chunks)
-        return (entry, HooksOnly(hooks(run)))
+    def hooks(self) -> Sequence[Hook]:
+        found = [*super().hooks(), *packed_sequences.hooks(self._run)]
+        if self._run.training:
+            why = "a script that cannot build model chunks would end in a TypeError"
+            found += Building(why, before=self._require_chunks).hooks()
+        return found
+
+    @hooked(
+        TRAIN_STEP,
+        "a rank that waits before or behind its passes would not be watched",
+        when=lambda self: self._run.training,
+    )
+    def _watched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._pipeline.watched(original, *args, **kwargs)
+
+    def _require_chunks(self, provider: Callable[..., Any]) -> None:
+        require_chunks(provider, self._name, self._run.chunks)
