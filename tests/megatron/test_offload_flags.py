@@ -391,7 +391,7 @@ def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
     """Without the hook a function that marks its weight marks something else."""
     import torch
 
-    from megatron_ext.integration.saved_parameters import _with_parameters
+    from megatron_ext.integration.saved_parameters import with_parameters
     from megatron_ext.offload.arena import HostArena
     from megatron_ext.offload.device import CpuDevice
     from megatron_ext.offload.engine import Engine
@@ -415,7 +415,7 @@ def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
     store = ActivationStore(
         Engine(device, HostArena(device.torch_device, 4096)), lambda: [weight], min_bytes=1
     )
-    function = _with_parameters(Linear, store.parameter) if wrapped else Linear
+    function = with_parameters(Linear) if wrapped else Linear
     x = torch.randn(2, 4, requires_grad=True)
     with store.saving("set"):
         y = function.apply(x, weight)

@@ -182,8 +182,7 @@ class PipelinedMoE(Callback):
         )
 
     def hooks(self) -> Sequence[Hook]:
-        parameters = saved_parameters.hooks(saved_parameters.parameter_of)
-        return (*super().hooks(), *self._weights.hooks(), *parameters)
+        return (*super().hooks(), *self._weights.hooks(), *saved_parameters.hooks())
 
     def close(self) -> None:
         self._policy.close()
