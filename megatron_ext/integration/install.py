@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._log import VERBOSE, verbose
-from . import door
-from .door import Door, revert
+from . import entry_point
+from .entry_point import EntryPoint, revert
 from .errors import ConfigError
 from .feature import Run
 from .flags import (
@@ -31,7 +31,7 @@ __all__ = ["Installation", "apply", "install", "revert"]
 logger = logging.getLogger(__name__)
 
 
-class Installation(Door):
+class Installation(EntryPoint):
     """What is hooked into a Megatron that parses a command line.
 
     Args:
@@ -61,7 +61,7 @@ class Installation(Door):
         Raises:
             ConfigError: a hook's target is missing, or this machine or its ranks cannot run it.
         """
-        entry = [] if run.schedule is None else self.entry()
+        entry = [] if run.schedule is None else self.pipeline_hooks()
         parts = self.begin(run, self.features, entry)
         callbacks = [part for found in parts.values() for part in found]
         self._closing = [part.close for part in callbacks]
@@ -162,17 +162,17 @@ def install(argv: Sequence[str] | None = None) -> Installation | None:
     """
     if not wanted(sys.argv[1:] if argv is None else argv):
         return None
-    installation: Installation = door.opened(Installation)
+    installation: Installation = entry_point.opened(Installation)
     return installation
 
 
 def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False) -> Report:
     """The entry point of scripts and of the patch series; see ``megatron_ext.apply``."""
-    now = door.current()
+    now = entry_point.current()
     if now is not None and exist_ok and not config:
         return Report(now.hooks)
     _require_unparsed()
-    return Report(door.opened(functools.partial(Installation, config)).hooks)
+    return Report(entry_point.opened(functools.partial(Installation, config)).hooks)
 
 
 def _require_unparsed() -> None:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from .._log import set_up
 from ..runtime.watchdog import close_process_watchdog
-from . import door
+from . import entry_point
 from .callbacks import Callback
-from .door import Door
+from .entry_point import EntryPoint
 from .errors import ConfigError
 from .feature import Feature, Run
 from .flags import given, in_options, parsed
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _RENAMED = {"num_experts": "num_moe_experts"}
 
 
-class Library(Door):
+class Library(EntryPoint):
     """What ``megatron_ext.enable`` puts in force in a process.
 
     Args:
@@ -75,7 +75,7 @@ class Library(Door):
         if self._entry:
             self._require_pipeline()
         shared = [feature for feature in self.features if not feature.per_model]
-        hooks = [*self.entry(), *declared(self)] if self._entry else []
+        hooks = [*self.pipeline_hooks(), *declared(self)] if self._entry else []
         self._shared = self.begin(self._run, shared, hooks)
 
     def revert(self) -> None:
@@ -302,7 +302,7 @@ def enable(options: Mapping[str, object]) -> Report:
         return library
 
     with in_options():
-        library: Library = door.opened(make, "enable")
+        library: Library = entry_point.opened(make, "enable")
     atexit.register(library.warn_if_unused)
     return Report(library.hooks)
 
@@ -315,7 +315,7 @@ class DropIn:
 
     def __init__(self, options: Mapping[str, object]) -> None:
         set_up()
-        with in_options(), door.set_aside():
+        with in_options(), entry_point.set_aside():
             self._library = Library(options, entry=False)
             if self._library.vee:
                 raise ConfigError(
@@ -329,7 +329,7 @@ class DropIn:
 
     def __call__(self, **kwargs: Any) -> Any:
         hooks = self._library.hooks
-        with door.set_aside():  # of ``enable``, whose hooks are for other models
+        with entry_point.set_aside():  # of ``enable``, whose hooks are for other models
             hooks.resume()
             try:
                 return self._library.forward_backward(**kwargs)
@@ -340,7 +340,7 @@ class DropIn:
 
 def _end(library: Library) -> None:
     """A function is gone: end what runs for its models. Its messages end with their group."""
-    with door.set_aside():
+    with entry_point.set_aside():
         library.revert()
     if not list(_functions):  # its length counts what is just going
-        door.end_unused()
+        entry_point.end_unused()

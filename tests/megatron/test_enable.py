@@ -190,9 +190,9 @@ def test_all_symbols_come_back(results: Cases) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("one_chunk", "schedule v-half needs 2 model chunk(s) on each rank, but the model was"),
-        ("two_chunks", "schedule zb-h1 needs 1 model chunk(s) on each rank"),
-        ("no_chunks", "schedule interleaved-zb needs 2 or more model chunk(s)"),
+        ("one_chunk", "schedule v-half needs 2 model chunks a rank, but the model was"),
+        ("two_chunks", "schedule zb-h1 needs 1 model chunk a rank"),
+        ("no_chunks", "schedule interleaved-zb needs 2 or more model chunks"),
         ("built_before", "call megatron_ext.enable() before"),
         ("embedding_group", "call megatron_ext.enable() before initialize_model_parallel()"),
         ("wrapped_before", "call megatron_ext.enable() before the model is wrapped"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.integration import ConfigError, door, flags
+from megatron_ext.integration import ConfigError, entry_point, flags
 from megatron_ext.integration.feature import Feature, Run
 from megatron_ext.integration.features.offload.policy import SavedTensor, policy_of
 from megatron_ext.integration.install import Installation
@@ -52,7 +52,7 @@ def test_feature(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags, "FLAGS", (*flags.FLAGS, *kind.flags))
     assert flags.wanted(["--pp-count-clipping"])
     assert flags.defaults({"pp_count_clipping": True}) == {"pp_count_clipping": "True"}
-    monkeypatch.setattr(door, "FEATURES", (kind,))
+    monkeypatch.setattr(entry_point, "FEATURES", (kind,))
     original = clip_grads.clip_grad_by_total_norm_fp32
     installation = Installation()
     (clipping,) = installation.features

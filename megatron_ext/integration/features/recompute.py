@@ -16,14 +16,24 @@ import torch
 
 from ..arguments import MegatronArgs
 from ..callbacks import Callback
-from ..errors import ConfigError
-from ..feature import Feature, Flag, Run
+from ..feature import Conflict, Feature, Flag, Run, require_no_conflict
 from ..hooks import hooked
 from ..targets import CHECKPOINT_INIT, MLP_FORWARD
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--pp-cheap-recompute"
+
+
+_ONE = "drop one of them"
+_FULL = f"it belongs to --recompute-granularity full, and this recomputes parts of layers; {_ONE}"
+_OF_FULL = ("recompute-method", "recompute-num-layers", "distribute-saved-activations")
+
+
+class _Whole(Conflict):
+    def found(self, args: MegatronArgs) -> str | None:
+        # The short form of selective recompute wins in Megatron too.
+        return None if args.recompute_activations else super().found(args)
 
 
 class Recompute(Feature):
@@ -37,6 +47,25 @@ class Recompute(Feature):
             switch=True,
             not_in_library="it sets Megatron's arguments; set recompute_granularity='selective' "
             "and recompute_modules=['layernorm'] in the model's configuration",
+        ),
+    )
+
+    conflicts = (
+        _Whole(
+            "--recompute-granularity", "it recomputes whole layers; " + _ONE, off=("selective",)
+        ),
+        *(Conflict(f"--{name}", _FULL) for name in _OF_FULL),
+        Conflict(
+            "--use-transformer-engine-op-fuser",
+            "it fuses norm, linear layers and activation function into one, with nothing between "
+            f"them to discard; {_ONE}",
+        ),
+        Conflict(
+            "--fp8-recipe",
+            "recomputing would count a tensor twice in its scaling history; use another recipe, "
+            "e.g. blockwise",
+            values=("delayed",),  # Megatron's default
+            beside="--fp8-format",
         ),
     )
 
@@ -111,37 +140,12 @@ def ask_megatron(args: MegatronArgs) -> None:
     Raises:
         ConfigError: the recompute that the user asks for, or FP8's recipe, excludes this one.
     """
-    granularity = args.recompute_granularity
-    if args.recompute_activations:
-        granularity = "selective"  # the short form wins in Megatron too
-    if granularity == "full":
-        raise ConfigError(
-            f"{FLAG} has nothing to do under --recompute-granularity full, which recomputes whole "
-            "layers; drop one of them"
-        )
-    for attribute in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
-        value = getattr(args, attribute)
-        if value:
-            raise ConfigError(
-                f"{FLAG} recomputes parts of every layer, but --{attribute.replace('_', '-')} "
-                f"(set to {value}) belongs to --recompute-granularity full; drop one of them"
-            )
-    # Before core_v0.18 Megatron lacks it.
-    if getattr(args, "use_transformer_engine_op_fuser", False):
-        raise ConfigError(
-            f"{FLAG} does not support --use-transformer-engine-op-fuser: it fuses norm, linear "
-            "layers and activation function into one, with nothing between them to discard; drop "
-            "one of them"
-        )
-    if args.fp8 and args.fp8_recipe == "delayed":
-        raise ConfigError(
-            f"{FLAG} does not support --fp8-recipe delayed (Megatron's default): recomputing would "
-            "count a tensor twice in its scaling history; use another recipe, e.g. blockwise"
-        )
+    require_no_conflict(args, Recompute.conflicts, {"": FLAG})
     modules = args.recompute_modules
     if modules is None:
         # What Megatron would take for itself, which --recompute-activations stands for.
-        modules = ["core_attn"] if granularity == "selective" else []
+        selective = args.recompute_activations or args.recompute_granularity == "selective"
+        modules = ["core_attn"] if selective else []
     grouped = args.num_experts and args.moe_grouped_gemm
     # Within "moe" the whole layer is recomputed, and its activation function with it.
     wanted = ["layernorm", *(["moe_act"] if grouped and "moe" not in modules else [])]

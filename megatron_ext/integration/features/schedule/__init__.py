@@ -13,9 +13,8 @@ from ...callbacks import Callback
 from ...feature import Conflict, Feature, Flag, Run
 from ...hooks import Hook, hooked
 from ...model_classes import require_chunks
-from ...targets import TRAIN_STEP
+from ...targets import DATASETS, SEQLEN_COUNT, TRAIN_STEP
 from ...utils import file_contents
-from . import packed_sequences
 
 
 def _compared(value: str, args: MegatronArgs) -> str:
@@ -155,14 +154,10 @@ class Schedule(Feature):
             require_named(run)
 
     def check(self, run: Run) -> None:
-        if run.request is None:
-            return
-        from .validate import before_megatron, check_model
+        if run.request is not None:
+            from .validate import check_facts
 
-        if run.library:
-            check_model(run)
-        else:
-            run.request = before_megatron(run)
+            check_facts(run)
 
     def check_derived(self, run: Run) -> None:
         if run.request is not None:
@@ -180,7 +175,7 @@ class Schedule(Feature):
         return (self,)
 
     def hooks(self) -> Sequence[Hook]:
-        found = [*super().hooks(), *packed_sequences.hooks(self._run)]
+        found = [*super().hooks()]
         if self._run.training:
             why = "a script that cannot build model chunks would end in a TypeError"
             found += Building(why, before=self._require_chunks).hooks()
@@ -196,3 +191,51 @@ class Schedule(Feature):
 
     def _require_chunks(self, provider: Callable[..., Any]) -> None:
         require_chunks(provider, self._name, self._run.chunks)
+
+    # Attention over packed documents (``thd``) needs their lengths on all stages, so ``get_batch``
+    # of Megatron's scripts fetches on all of them. With ``--sft`` the scripts build a dataset on
+    # every stage, but with ``--dataloader-inter-document-masking`` on the first and the last alone:
+    # a stage between them, as a V or virtual stages have already on two ranks, would find no data.
+    @hooked(
+        DATASETS,
+        "stages between the first and the last would have no lengths of packed documents",
+        when=lambda self: _given(self._run, "dataloader_inter_document_masking"),
+    )
+    def _on_all_stages(
+        self,
+        original: Callable[..., None],
+        builder: Any,
+        cls: Any,
+        sizes: Any,
+        is_built_on_rank: Callable[[], bool],
+        config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        from megatron.core import parallel_state
+
+        def on_all_stages() -> bool:
+            return int(parallel_state.get_tensor_model_parallel_rank()) == 0
+
+        original(builder, cls, sizes, on_all_stages, config, *args, **kwargs)
+
+    # Every forward step adds its documents to what Megatron reports as throughput, so with several
+    # model chunks a rank each document counts as often.
+    @hooked(
+        SEQLEN_COUNT,
+        "throughput would be a multiple of the truth",
+        when=lambda self: (
+            self._run.chunks > 1
+            and _given(self._run, "dataloader_inter_document_masking", "sft")
+            and SEQLEN_COUNT.exists
+        ),
+    )
+    def _counted_once(self, original: Callable[[], Any]) -> tuple[float | None, float | None]:
+        tokens, squares = original()
+        if tokens is None or squares is None:
+            return None, None
+        return tokens / self._run.chunks, squares / self._run.chunks
+
+
+def _given(run: Run, *names: str) -> bool:
+    return any(getattr(run.args, name, False) for name in names)

@@ -27,7 +27,7 @@ from .versions import megatron_version, require_supported
 logger = logging.getLogger(__name__)
 
 
-class Door:
+class EntryPoint:
     """What is hooked into this process's Megatron, and how to undo it.
 
     Raises:
@@ -66,7 +66,7 @@ class Door:
             feature.check_flags(run)
         return run
 
-    def entry(self) -> list[Hook]:
+    def pipeline_hooks(self) -> list[Hook]:
         """Those that let Megatron's own functions lead to ``forward_backward``."""
         return entry_hooks(self.forward_backward, lambda: bool(self.hooks.bindings))
 
@@ -109,15 +109,15 @@ class Door:
         raise NotImplementedError
 
 
-_current: Door | None = None
+_current: EntryPoint | None = None
 
 
-def current() -> Door | None:
+def current() -> EntryPoint | None:
     """What this process has in force."""
     return _current
 
 
-def opened(make: Callable[[], Door], entry: str = "apply") -> Any:
+def opened(make: Callable[[], EntryPoint], entry: str = "apply") -> Any:
     """Let what ``make`` gives be what this process has in force.
 
     Args:
