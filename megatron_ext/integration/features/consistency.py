@@ -126,10 +126,12 @@ def agree(run: Run) -> None:
 
     flags = given(run.args, compared=True)
     # With an estimate the ranks must agree on a device before they can have one plan.
-    plan = _plan_of(run) if run.settle is None else None
-    require_agreement(facts(flags, plan, run.version, run.stock_flags))
-    if run.settle is not None:
-        run.settle(first_ranks(device_name()))
+    settle = run.settle
+    plan = _plan_of(run) if settle is None else None
+    device = "" if settle is None else device_name()
+    device = require_agreement(facts(flags, plan, run.version, run.stock_flags), device)
+    if settle is not None:
+        settle(device)
         require_agreement({"the plan": str(_plan_of(run))})
 
 
@@ -145,37 +147,11 @@ def _plan_of(run: Run) -> str | None:
     return f"{plan.name} {plan.fingerprint()} ({size})"
 
 
-def first_ranks(value: str) -> str:
-    """Rank 0's ``value``; all ranks of the process group call this.
-
-    Raises:
-        ConfigError: rank 0 does not give it in time.
-    """
-    global _rounds
-    _rounds += 1
-    if dist.get_world_size() == 1:
-        return value
-    store, seconds = _store(), _seconds()
-    if dist.get_rank() == 0:
-        store.set("value", value)
-        return value
-    if not _wait(store, ["value"], seconds):
-        raise ConfigError(_silent([0], seconds, {}))
-    return str(store.get("value").decode())
-
-
-def _store() -> Any:
-    """The process group's, for the present round alone."""
-    default = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"megatron_ext/agreement/{_rounds}", default)
-
-
-def _seconds() -> float:
-    return float(os.environ.get(WAIT_ENVIRONMENT, WAIT_SECONDS))
-
-
-def require_agreement(mine: Mapping[str, str]) -> None:
+def require_agreement(mine: Mapping[str, str], value: str = "") -> str:
     """Compare ``mine`` over all ranks of the process group; all of them call this.
+
+    Returns:
+        Rank 0's ``value``.
 
     Raises:
         ConfigError: on every rank that came here: a rank differs, or did not come.
@@ -184,22 +160,25 @@ def require_agreement(mine: Mapping[str, str]) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     _rounds += 1
     if world == 1:
-        return
-    store, seconds = _store(), _seconds()
+        return value
+    default = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"megatron_ext/agreement/{_rounds}", default)  # of this round alone
+    seconds = float(os.environ.get(WAIT_ENVIRONMENT, WAIT_SECONDS))
     store.set(f"facts/{rank}", json.dumps(dict(mine)))
     if rank == 0:
         verdict, there = _judge(store, world, seconds)
-        store.set("verdict", verdict)
+        store.set("verdict", json.dumps((verdict, value)))
         if verdict:
             _wait(store, [f"read/{r}" for r in there if r], _READ_SECONDS)
     else:
         # Rank 0 may itself wait for as long for another rank.
         if not _wait(store, ["verdict"], 2 * seconds):
             raise ConfigError(_silent([0], seconds, mine))
-        verdict = store.get("verdict").decode()
+        verdict, value = json.loads(store.get("verdict"))
         store.set(f"read/{rank}", "1")
     if verdict:
         raise ConfigError(verdict)
+    return value
 
 
 def _judge(store: Any, world: int, seconds: float) -> tuple[str, list[int]]:
