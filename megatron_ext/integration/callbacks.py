@@ -151,13 +151,3 @@ class Callback:
 
     def close(self) -> None:
         """The run is over, or ``revert`` was called."""
-
-
-class HooksOnly(Callback):
-    """A part that needs hooks and no events."""
-
-    def __init__(self, hooks: Sequence[Hook]) -> None:
-        self._hooks = hooks
-
-    def hooks(self) -> Sequence[Hook]:
-        return self._hooks

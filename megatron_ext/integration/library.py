@@ -30,7 +30,7 @@ from .hooks import Report, declared, hooked
 from .pipeline import ScheduledPipeline, pipeline_group
 from .takeover import require_not_held
 from .targets import PARALLEL_STATE
-from .utils import device_of, time_limit_minutes, unwrapped, watched
+from .utils import chunks_of, device_of, time_limit_minutes, unwrapped, watched
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,7 @@ class Library(EntryPoint):
         """
         self._used = True
         with in_options():
-            model = kwargs["model"]
-            models = model if isinstance(model, list) else [model]
+            models = chunks_of(kwargs["model"])
             of_model = _OfModel.found(self, models[0])
             if of_model is None or of_model not in self._models:
                 group = pipeline_group(kwargs.get("p2p_communicator"), kwargs.get("pg_collection"))

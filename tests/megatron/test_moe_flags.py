@@ -174,14 +174,19 @@ def test_megatrons_demand_becomes_a_warning(
     assert "MoE layers in chunks run with 16 here" in line
 
 
+def _moe() -> Any:
+    """The feature, with layers in chunks."""
+    return started(MoE, "zb-h1", args=arguments(pp_schedule="zb-h1", rank=0))
+
+
 def test_priority_is_for_experts_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     def initialize(
         tp: int = 1, expert_model_parallel_size: int = 1, high_priority_stream_groups: Any = None
     ) -> Any:
         return high_priority_stream_groups
 
-    found = queues.priority_hook().make(initialize)
-    monkeypatch.setattr(queues, "_nccl", lambda: True)
+    found = around(_moe()._with_priority)(initialize)
+    monkeypatch.setattr(queues, "nccl", lambda: True)
     assert found(1, 2) == ["ep"]
     assert found(expert_model_parallel_size=2, high_priority_stream_groups=["ep", "dp"]) == [
         "ep",
@@ -189,7 +194,7 @@ def test_priority_is_for_experts_on_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     assert found(1, 2, ["dp"]) == ["dp", "ep"]
     assert found(2) is None  # no experts elsewhere
-    monkeypatch.setattr(queues, "_nccl", lambda: False)
+    monkeypatch.setattr(queues, "nccl", lambda: False)
     assert found(1, 2) is None
 
 
@@ -202,7 +207,7 @@ def test_expert_priority_goes_with_a_v() -> None:
 
     called: list[Any] = []
     inner = around(started(vee.VPlacement)._initialize_model_parallel)(initialize)
-    around(queues._with_priority)(inner)(2, get_embedding_ranks=print, order="tp-pp")
+    around(_moe()._with_priority)(inner)(2, get_embedding_ranks=print, order="tp-pp")
     assert called == [(2, vee._embedding_ranks, "tp-pp")]
 
 

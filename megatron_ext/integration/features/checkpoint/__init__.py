@@ -22,7 +22,7 @@ from ...feature import Feature, Run
 from ...hooks import hooked
 from ...layout import LayerPattern
 from ...targets import LOAD, LOAD_BASE, SAVE
-from ...utils import gather, tied_embeddings, unwrapped
+from ...utils import chunks_of, gather, tied_embeddings, unwrapped
 from . import integrity, metadata
 
 logger = logging.getLogger(__name__)
@@ -119,8 +119,7 @@ class Checkpoint(Feature):
     def _load_checkpoint(
         self, original: Callable[..., Any], ddp_model: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        models = ddp_model if isinstance(ddp_model, list) else [ddp_model]
-        self._chunks, self._found = [unwrapped(m) for m in models], None
+        self._chunks, self._found = [unwrapped(m) for m in chunks_of(ddp_model)], None
         try:
             result = original(ddp_model, *args, **kwargs)
             if self._layout.placement == "vee":

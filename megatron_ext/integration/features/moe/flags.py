@@ -9,7 +9,7 @@ from typing import Any
 from ...._input import attribute, parse_bytes
 from ....moe import cost_file
 from ....moe.autotune import AUTO, SearchSpace
-from ....moe.plan import Budget, BudgetError, LayerShape, Restore, Strategy
+from ....moe.plan import Budget, BudgetError, LayerPlan, LayerShape, Restore, Strategy
 from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
 from ....schedule.effects import peak_sets
 from ....schedule.generators import generate
@@ -81,6 +81,11 @@ class MoERequest:
     def chooses(self) -> bool:
         """True where something is left to be chosen."""
         return AUTO in (self.chunks, self.strategy)
+
+    @property
+    def plan(self) -> LayerPlan:
+        """Of every call, where nothing is to be chosen."""
+        return LayerPlan.of(int(self.chunks), self.strategy)
 
     def space(self) -> SearchSpace:
         """What may be chosen. With one hardware queue more chunks than two only save memory."""

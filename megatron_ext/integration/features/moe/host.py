@@ -23,7 +23,7 @@ from ...hooks import hooked
 from ...host_memory import memory_on_hosts, usable_bytes_a_rank
 from ...pipeline import groups_of_call, pipeline_group
 from ...targets import STEPS
-from ...utils import device_of, gather_over
+from ...utils import chunks_of, device_of, gather_over
 from .flags import FLAGS, Sets, layer_shape
 from .layer import FixedPolicy, PipelinedMoE
 
@@ -80,7 +80,7 @@ class HostArenas(Callback):
         if microbatches <= self._settled:
             return
         self._settled, self._rank = microbatches, dist.get_rank()
-        models = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        models = chunks_of(call["model"])
         tokens = call["seq_length"] * call["micro_batch_size"]
         needs, text = self._needs(models, microbatches, tokens)
         collection = call.get("pg_collection")

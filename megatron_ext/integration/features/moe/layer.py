@@ -17,14 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ....moe.buffers import Memory
 from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
-from ...hooks import Hook, around, hooked
+from ...hooks import Hook, hooked
 from ...targets import MOE_FORWARD, MOE_INIT, STEPS
 from .experts import ExpertGradients, FlexRegion, Region, checkpoint, region_of
 from .flags import require_supported
@@ -132,30 +131,6 @@ class FixedPolicy:
 
     def close(self) -> None:
         """No call will come."""
-
-
-def dense_hooks(flag: str) -> list[Hook]:
-    """Say once that ``flag`` has no effect on a model without experts; others may come."""
-    logged = False
-
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from megatron.core.utils import get_model_config
-
-        nonlocal logged
-        model = kwargs["model"]
-        config = get_model_config(model[0] if isinstance(model, list) else model)
-        if not logged and not getattr(config, "num_moe_experts", None):
-            logged = True
-            if dist.get_rank() == 0:
-                logger.warning(
-                    "%s has no effect on a model without MoE layers (num_moe_experts is not set), "
-                    "which is trained as it is; drop it if no other model comes",
-                    flag,
-                )
-        return original(*args, **kwargs)
-
-    why = "a flag for MoE layers would have no effect on a dense model, silently"
-    return [Hook(target, around(step), why) for target in STEPS]
 
 
 class PipelinedMoE(Callback):

@@ -33,7 +33,7 @@ from ...targets import (
     HYBRID_SEGMENT,
     PARALLEL_STATE,
 )
-from ...utils import has_second_embedding, tied_embeddings, unwrapped
+from ...utils import chunks_of, has_second_embedding, tied_embeddings, unwrapped
 from .relay import Relay
 from .roles import CHUNKS, Roles, is_first_stage, is_last_stage, pp_rank
 
@@ -178,8 +178,8 @@ class VPlacement(Feature):
     ) -> None:
         # The original has the embedding on one rank and the output layer on another; here it
         # would fill rank 0's output layer from memory that nobody has written.
-        models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
-        found = tied_embeddings(pp_rank(), [unwrapped(model) for model in models])
+        chunks = [unwrapped(model) for model in chunks_of(megatron_model)]
+        found = tied_embeddings(pp_rank(), chunks)
         if found is not None:
             found[1].data.copy_(found[0].data)
 
