@@ -159,7 +159,9 @@ def flags() -> str:
                 text += f"; at least {flag.least}" if flag.least is not None else ""
                 text += f"; needs {flag.needs.text}" if flag.needs is not None else ""
                 if flag.not_in_library:
-                    text += f" (not in `enable`: {flag.not_in_library})"
+                    given = flag.not_in_library_as
+                    value = "" if given is None else f" as `{given[0]}`"
+                    text += f" (not in `enable`{value}: {flag.not_in_library})"
                 rows.append((name, text))
         lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
         lines += table(("flag", "meaning"), rows)

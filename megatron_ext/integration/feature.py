@@ -63,6 +63,8 @@ class Flag:
         compared: given the value and all arguments, what must be equal on all ranks; default: the
             value itself. For files, whose paths may differ between nodes.
         not_in_library: why it needs Megatron's arguments (see ``Run.library``), and what to do.
+        not_in_library_as: values of which that is so, all where None: an example, and whether a
+            value is one, given with all arguments.
         choices: the values that it takes; none: any.
         least: the smallest number that it takes.
         needs: what else has to be given; ``--pp-schedule`` anyway, but for one that works alone.
@@ -79,6 +81,7 @@ class Flag:
     alone: bool = False
     compared: Callable[[str, MegatronArgs], str] | None = None
     not_in_library: str = ""
+    not_in_library_as: tuple[str, Callable[[str, MegatronArgs], bool]] | None = None
     choices: tuple[str, ...] = ()
     least: int | None = None
     needs: Needs | None = None
@@ -94,7 +97,10 @@ class Flag:
         if self.least is not None and value != "auto" and value < self.least:
             return f"{name} must be {self.least} or more, got {value}"
         if library and self.not_in_library:
-            return f"{name} cannot be used here: {self.not_in_library}"
+            if self.not_in_library_as is None:
+                return f"{name} cannot be used here: {self.not_in_library}"
+            if self.not_in_library_as[1](str(value), args):
+                return f"{text} cannot be used here: {self.not_in_library}"
         if not self.alone and args.pp_schedule is None:
             return f"{name} needs --pp-schedule; add it or drop {name}"
         if self.needs is not None and value != self.idle and not self.needs.met(args):

@@ -39,6 +39,9 @@ class ProfileSteps(Feature):
             compared=lambda value, args: (
                 value if args.pp_profile_steps is not None else file_contents(value)
             ),
+            not_in_library="it is compared with Megatron's arguments; measure again with "
+            "--pp-profile-steps, or give --pp-cost",
+            not_in_library_as=("FILE", lambda value, args: args.pp_profile_steps is None),
         ),
     )
 
@@ -53,11 +56,6 @@ class ProfileSteps(Feature):
             )
         if steps is not None and path is not None:
             _require_writable(path, steps, run.args.rank)
-        elif path is not None and run.library:
-            raise ConfigError(
-                f"--pp-profile {path} cannot be used here: it is compared with "
-                "Megatron's arguments; measure again with --pp-profile-steps, or give --pp-cost"
-            )
         elif path is not None and run.args.pp_cost is not None:
             raise ConfigError(
                 f"--pp-cost {run.args.pp_cost} and --pp-profile {path} both give pass times; keep "

@@ -29,6 +29,9 @@ _FLAGS = (
         "fits the cap, decided once for the full batch), or a schedule file",
         "NAME|FILE",
         compared=_compared,
+        not_in_library="it would choose the placement of the model's stages, which must be known "
+        "before the model is built; run `megatron-ext compare` for your sizes and name one",
+        not_in_library_as=(AUTO, lambda value, args: value == AUTO),
     ),
     Flag(
         "--pp-memory-cap",
@@ -36,6 +39,9 @@ _FLAGS = (
         "bytes of a rank, e.g. 40GiB; auto's default is 1. With offload, of every schedule: what "
         "stays on the device",
         "X",
+        not_in_library="bytes need the sizes of the model and its optimizer before they are built; "
+        "run `megatron-ext plan` for them and give the cap as a fraction of 1F1B's peak",
+        not_in_library_as=("40GiB", lambda value, args: value.strip().endswith("B")),
     ),
     Flag(
         "--pp-group-size",
@@ -146,12 +152,6 @@ class Schedule(Feature):
             only=V_PLACEMENT,
         ),
     )
-
-    def check_flags(self, run: Run) -> None:
-        if run.library and run.request is not None:
-            from .validate import require_named
-
-            require_named(run)
 
     def check(self, run: Run) -> None:
         if run.request is not None:

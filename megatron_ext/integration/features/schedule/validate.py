@@ -164,27 +164,6 @@ def _require_chunks(request: ScheduleRequest, chunks: int | None, makes: str, fi
         )
 
 
-def require_named(run: Run) -> None:
-    """Refuse what can be decided only with all of Megatron's arguments.
-
-    Raises:
-        ConfigError: ``auto``, or a cap in bytes.
-    """
-    assert run.request is not None
-    if run.request.name == AUTO:
-        raise ConfigError(
-            "--pp-schedule auto would choose the placement of the model's stages, which must be "
-            "known before the model is built; run `megatron-ext compare` for your sizes and name "
-            "the schedule"
-        )
-    if run.request.cap_bytes is not None:
-        raise ConfigError(
-            f"--pp-memory-cap {run.args.pp_memory_cap} in bytes needs the sizes of the model and "
-            "its optimizer before they are built; run `megatron-ext plan` for them and give the "
-            "cap as a fraction of 1F1B's peak"
-        )
-
-
 def _require_chunks_possible(args: MegatronArgs, name: str, chunks: int) -> None:
     """Refuse several chunks of a model that can have only one."""
     require_chunks(script_provider(), name, chunks)

@@ -40,6 +40,9 @@ class Slices(Feature):
             "{K,auto}",
             _count,
             least=1,
+            not_in_library="it chooses by the microbatches and tokens of a step, which are not "
+            "known; run `megatron-ext compare --slices 1,2,4` and give a number",
+            not_in_library_as=(AUTO, lambda value, args: value == AUTO),
         ),
         Flag(
             CUT,
@@ -57,11 +60,6 @@ class Slices(Feature):
         if run.request.file is not None:
             name = run.request.name
             raise ConfigError(f"{FLAG} {run.args.pp_slices}: the order in {name} is fixed; drop it")
-        if run.library and run.args.pp_slices == AUTO:
-            raise ConfigError(
-                f"{FLAG} {AUTO} chooses by the microbatches and tokens of a step, which are not "
-                "known here; run `megatron-ext compare --slices 1,2,4` and give a number"
-            )
 
     def check(self, run: Run) -> None:
         wanted = _wanted(run.args)
