@@ -42,7 +42,9 @@ def refusals(source: str) -> Iterator[str]:
         if not (isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute))):
             continue
         name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-        if name.endswith("Conflict") and len(node.args) > 1:
+        option = bool(node.args) and sentence(node.args[0], known).startswith("--")
+        derived = option and name.startswith("_") and name[1:2].isupper()
+        if (name.endswith("Conflict") or derived) and len(node.args) > 1:
             values = [sentence(k.value, known) for k in node.keywords if k.arg == "only"]
             flag, why = (sentence(part, known) for part in node.args[:2])
             yield f"{flag}: {why} {' '.join(values)}".strip()
