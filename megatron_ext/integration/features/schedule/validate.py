@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....schedule import AUTO, GENERATORS, NAMES
-from ....schedule.select import ANY_CHUNKS, ONE_CHUNK
+from ....schedule import AUTO, GENERATORS
+from ....schedule.select import suiting
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import Run, require_no_conflict
@@ -34,7 +34,6 @@ _LAYOUT, _CHUNKS, _LAYERS = (
     "--num-virtual-stages-per-pipeline-rank",
     "--num-layers-per-virtual-pipeline-stage",
 )
-_VEE = tuple(name for name in NAMES if GENERATORS[name].placement == "vee")
 
 
 @dataclass(frozen=True)
@@ -202,19 +201,17 @@ def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, .
     provider = script_provider()
     vee = not any(c.found(args) is not None for c in Schedule.conflicts if c.only == V_PLACEMENT)
     vee = vee and not (provider is not None and builds_other_models(provider))
-    if asked is not None and asked.chunks == 1:
-        return ONE_CHUNK
     if asked is not None:
         # Flags for virtual stages also say that stages lie as Megatron lays them.
         vee = vee and asked.listed and asked.chunks == 2 and _vee_takes_layout(args, pp)
-        return (*ANY_CHUNKS, *(_VEE if vee else ()))
+        return suiting(asked.chunks or 0, vee)
     pattern = LayerPattern.of(args)
     layers = args.num_layers or 0 if pattern is None else pattern.layers
     uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
     one = provider is not None and not builds_chunks(provider)
     if uneven or one or not layers or layers % (2 * pp) or hybrid_without_stages(args):
-        return ONE_CHUNK
-    return NAMES if vee else tuple(name for name in NAMES if name not in _VEE)
+        return suiting(1, False)
+    return suiting(None, vee)
 
 
 def _vee_takes_layout(args: MegatronArgs, pp: int) -> bool:
