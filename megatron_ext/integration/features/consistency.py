@@ -141,8 +141,7 @@ def _plan_of(run: Run) -> str | None:
     if schedule is None:
         return None
     pp, microbatches = args.pipeline_model_parallel_size, most_microbatches(args)
-    link = None if schedule.offload is None else schedule.offload.link(pp)
-    plan = schedule.plan(microbatches, link)
+    plan = schedule.first(microbatches)
     size = f"pp={pp}, {run.chunks} chunks, {microbatches} microbatches"
     return f"{plan.name} {plan.fingerprint()} ({size})"
 
