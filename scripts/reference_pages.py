@@ -188,7 +188,7 @@ def refused() -> str:
     ]
     for feature in ALL:
         if feature.conflicts:
-            title, page = REFUSING[type(feature).__name__]
+            title, page = REFUSING[feature.__name__]
             lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
             lines += table(*_refusals(feature.conflicts))
     return "\n".join(lines) + "\n"

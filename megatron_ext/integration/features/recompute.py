@@ -51,9 +51,7 @@ class Recompute(Feature):
     )
 
     conflicts = (
-        _Whole(
-            "--recompute-granularity", "it recomputes whole layers; " + _ONE, off=("selective",)
-        ),
+        _Whole("--recompute-granularity", f"it recomputes whole layers; {_ONE}", values=("full",)),
         *(Conflict(f"--{name}", _FULL) for name in _OF_FULL),
         Conflict(
             "--use-transformer-engine-op-fuser",
