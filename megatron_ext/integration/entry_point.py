@@ -8,7 +8,6 @@ check them as soon as they are there, then they start.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,8 +22,6 @@ from .hooks import Hook, Hooks
 from .takeover import entry_hooks
 from .undo import give_back
 from .versions import megatron_version, require_supported
-
-logger = logging.getLogger(__name__)
 
 
 class EntryPoint:

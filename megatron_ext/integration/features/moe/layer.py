@@ -10,7 +10,6 @@ Megatron's own forward pass does the same, or is needed, it runs.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,8 +26,6 @@ from ...hooks import Hook, hooked
 from ...targets import MOE_FORWARD, MOE_INIT, STEPS
 from .experts import ExpertGradients, FlexRegion, Region, checkpoint, region_of
 from .flags import require_supported
-
-logger = logging.getLogger(__name__)
 
 _STAGES = ["route", "expert_compute", "postprocess"]
 
