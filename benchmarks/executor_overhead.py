@@ -33,9 +33,9 @@ import torch.distributed as dist
 from benchmarks import rivals
 from benchmarks.ranks import add_arguments, measured, save
 from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, stock
-from megatron_ext.integration import measuring
 from megatron_ext.integration.pipeline import ScheduledPipeline
 from megatron_ext.integration.plans import Plans
+from megatron_ext.integration.utils import gather
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import check, generate, lower
@@ -87,7 +87,7 @@ def inside(name: str, chunks: int, rank: int, args: argparse.Namespace) -> Megat
     """Our forward-backward function as Megatron's training loop would call it."""
     pp, m = args.pp, args.microbatches
     placement = generate(name, pp, m, chunks).placement
-    plans = Plans(lambda count: generate(name, pp, count, chunks), placement)
+    plans = Plans(lambda count: generate(name, pp, count, chunks), lambda count: None, placement)
     pipeline = ScheduledPipeline(plans, WeightGradStore(), 300.0)
     return MegatronWay(f"ours in Megatron {name}", pipeline, rank, placement, m)
 
@@ -119,7 +119,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     for way in ways:
         way.step()
         # Not the log's length: PyTorch's whole backward passes are noted there in two halves.
-        passes[way.name] = len(way.order(measuring.gather(way.log)).ranks[rank])
+        passes[way.name] = len(way.order(gather(way.log)).ranks[rank])
     for number in range(args.rounds + 1):
         for way in ways:
             dist.barrier()
@@ -135,7 +135,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     for way in ways:
         threads, processes = zip(*taken[way.name])
         mine = (statistics.median(threads), min(threads), statistics.median(processes))
-        busiest = max(measuring.gather(mine))
+        busiest = max(gather(mine))
         rows.append(Row(way.name, passes[way.name], *busiest))
         if rank == 0:
             print(rows[-1], flush=True)

@@ -31,7 +31,7 @@ from benchmarks.ranks import add_arguments, measured, save
 from megatron_ext.integration import measuring
 from megatron_ext.integration.callbacks import PlanInputs
 from megatron_ext.integration.features.profile.profiler import Profiler
-from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import Measured, ScheduleRequest
 from megatron_ext.plan.layout import Split
 from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import costs_in_us
@@ -185,7 +185,7 @@ class Rank:
         first = lower(equal)
         found = self.measure(first)
         costs = found.costs(Split(found.layers))
-        new = choice.plan(m, costs=costs, reorder=True, profile=found)
+        new = choice.plan(m, Measured(costs=costs, reorder=True, profile=found))
         plans = {"equal": first, "replanned": lower(new)}
         for plan in plans.values():
             check(plan)

@@ -39,9 +39,9 @@ def enable(schedule: str | None = None, **options: object) -> Report:
             function already, or has replaced it; ``enable`` or ``apply`` was called before. What
             only a model shows is raised by its first forward-backward call, before any pass.
     """
-    from .integration import doors
+    from .integration import library
 
-    return doors.enable({"schedule": schedule, **options})
+    return library.enable({"schedule": schedule, **options})
 
 
 def disable() -> None:
@@ -69,7 +69,7 @@ def forward_backward_func(schedule: str, **options: object) -> Callable[..., Any
     Raises:
         ValueError: (``integration.ConfigError``) as ``enable``.
     """
-    from .integration.doors import DropIn
+    from .integration.library import DropIn
 
     return DropIn({"schedule": schedule, **options})
 

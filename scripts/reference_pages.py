@@ -147,7 +147,7 @@ def flags() -> str:
         "`--pp-schedule`. Which ones exclude each other: [refused flags](refused.md).",
     ]
     for feature, (title, page) in FEATURES.items():
-        (found,) = (one for one in ALL if type(one).__name__ == feature)
+        (found,) = (one for one in ALL if one.__name__ == feature)
         declared = {flag.name for flag in found.flags}
         rows = []
         for flag in FLAGS:
@@ -159,7 +159,9 @@ def flags() -> str:
                 text += f"; at least {flag.least}" if flag.least is not None else ""
                 text += f"; needs {flag.needs.text}" if flag.needs is not None else ""
                 if flag.not_in_library:
-                    text += f" (not in `enable`: {flag.not_in_library})"
+                    given = flag.not_in_library_as
+                    value = "" if given is None else f" as `{given[0]}`"
+                    text += f" (not in `enable`{value}: {flag.not_in_library})"
                 rows.append((name, text))
         lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
         lines += table(("flag", "meaning"), rows)
@@ -186,7 +188,7 @@ def refused() -> str:
     ]
     for feature in ALL:
         if feature.conflicts:
-            title, page = REFUSING[type(feature).__name__]
+            title, page = REFUSING[feature.__name__]
             lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
             lines += table(*_refusals(feature.conflicts))
     return "\n".join(lines) + "\n"

@@ -119,7 +119,7 @@ def hooks_here() -> dict[str, Any]:
     import megatron.training.training  # noqa: F401
     from megatron.core import package_info
 
-    from megatron_ext.integration import Installation, install
+    from megatron_ext.integration import Installation, entry_point
     from megatron_ext.integration.versions import ConfigError, untested
 
     version = str(package_info.__version__)
@@ -128,7 +128,7 @@ def hooks_here() -> dict[str, Any]:
         result["note"] = "newer than tested" if untested(version) else ""
     except ConfigError:
         result["note"] = "not supported"
-    module: Any = sys.modules[install.__module__]
+    module: Any = entry_point
     module.require_supported = lambda found: None  # to look at unsupported versions too
     for group, hook in probe._groups().items():
         installation, found = Installation(), dict[str, Any]()

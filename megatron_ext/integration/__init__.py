@@ -1,7 +1,7 @@
 """The only part that knows Megatron: flags, hooks, V placement, the forward-backward function."""
 
 from .errors import ConfigError
+from .hooks import Report
 from .install import Installation, apply, install, revert
-from .report import Report
 
 __all__ = ["ConfigError", "Installation", "Report", "apply", "install", "revert"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..schedule.link import Link
-from .hooks import Hook
+from .hooks import Hook, declared
 
 if TYPE_CHECKING:
     from ..plan.profile import Profile
@@ -97,8 +97,8 @@ class Callback:
     """
 
     def hooks(self) -> Sequence[Hook]:
-        """The places in Megatron that it replaces."""
-        return ()
+        """The places in Megatron that it replaces: by default its ``hooked`` methods."""
+        return declared(self)
 
     def times(self, training: bool) -> bool:
         """True if the next iteration's passes must be timed."""
@@ -151,13 +151,3 @@ class Callback:
 
     def close(self) -> None:
         """The run is over, or ``revert`` was called."""
-
-
-class HooksOnly(Callback):
-    """A feature that needs hooks and no events."""
-
-    def __init__(self, hooks: Sequence[Hook]) -> None:
-        self._hooks = hooks
-
-    def hooks(self) -> Sequence[Hook]:
-        return self._hooks

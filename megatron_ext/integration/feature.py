@@ -1,8 +1,8 @@
-"""The feature protocol: flags, conflicts with Megatron's options, checks, and what it starts.
+"""The feature protocol: flags, conflicts with Megatron's options, checks, hooks and events.
 
-A feature is one folder or file below ``features/``. ``features.FEATURES`` lists them; everything
-that is done for flags (parsing, help, documentation, comparison over ranks, "off means off") and
-for a run (checks, hooks, callbacks) loops over that list.
+A feature is one class in a folder or file below ``features/``. ``features.FEATURES`` lists them;
+everything that is done for flags (parsing, help, documentation, comparison over ranks, "off means
+off") loops over that list, and every run has one object of each.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Flag:
         compared: given the value and all arguments, what must be equal on all ranks; default: the
             value itself. For files, whose paths may differ between nodes.
         not_in_library: why it needs Megatron's arguments (see ``Run.library``), and what to do.
+        not_in_library_as: values of which that is so, all where None: an example, and whether a
+            value is one, given with all arguments.
         choices: the values that it takes; none: any.
         least: the smallest number that it takes.
         needs: what else has to be given; ``--pp-schedule`` anyway, but for one that works alone.
@@ -79,6 +81,7 @@ class Flag:
     alone: bool = False
     compared: Callable[[str, MegatronArgs], str] | None = None
     not_in_library: str = ""
+    not_in_library_as: tuple[str, Callable[[str, MegatronArgs], bool]] | None = None
     choices: tuple[str, ...] = ()
     least: int | None = None
     needs: Needs | None = None
@@ -94,7 +97,10 @@ class Flag:
         if self.least is not None and value != "auto" and value < self.least:
             return f"{name} must be {self.least} or more, got {value}"
         if library and self.not_in_library:
-            return f"{name} cannot be used here: {self.not_in_library}"
+            if self.not_in_library_as is None:
+                return f"{name} cannot be used here: {self.not_in_library}"
+            if self.not_in_library_as[1](str(value), args):
+                return f"{text} cannot be used here: {self.not_in_library}"
         if not self.alone and args.pp_schedule is None:
             return f"{name} needs --pp-schedule; add it or drop {name}"
         if self.needs is not None and value != self.idle and not self.needs.met(args):
@@ -225,21 +231,28 @@ class Run:
         )
 
 
-class Feature:
-    """One feature. A subclass overrides what it needs; objects hold no state of a run.
+class Feature(Callback):
+    """One feature in one run, or in one of a library's models. A subclass overrides what it needs.
 
     Attributes:
         conflicts: options of Megatron that it does not support.
-        per_model: its callbacks hold the state of one model; with several models in a process
-            (``Run.for_model``) each gets its own.
+        per_model: its state is one model's; with several models in a process each gets its own.
     """
 
     flags: tuple[Flag, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
     per_model: bool = False
 
+    def check_flags(self, run: Run) -> None:
+        """Check our own flags, of which every run knows all before anything else.
+
+        Raises:
+            ConfigError: a combination that cannot work.
+        """
+
     def check(self, run: Run) -> None:
-        """Check the user's flags before Megatron's own validation; may set Megatron's arguments.
+        """Check them with Megatron's arguments, before its own validation, which may be changed; in
+        a library with the model whose run this is.
 
         Raises:
             ConfigError: a combination that cannot work.
@@ -256,15 +269,8 @@ class Feature:
             ConfigError: a combination that cannot work.
         """
 
-    def check_model(self, run: Run) -> None:
-        """In a library, in place of the two checks above: check the model whose run this is.
-
-        Raises:
-            ConfigError: a combination that cannot work.
-        """
-
     def start(self, run: Run) -> Sequence[Callback]:
-        """What is put in force for ``run``; empty if the feature is off.
+        """What is put in force for ``run``, itself or parts; empty if the feature is off.
 
         Later features' hooks wrap those of earlier ones. The callbacks' events come in the order of
         the features when an iteration begins, and in the reverse order when it ends.

@@ -169,10 +169,6 @@ def given_to_megatron(args: MegatronArgs, parser: argparse.ArgumentParser) -> di
         parser: that has parsed them.
     """
     ours = {flag.attribute for flag in FLAGS}
-    defaults = dict(parser._defaults)
-    for option in reversed(parser._actions):
-        if option.default is not None:  # the first that has one, as argparse's get_default
-            defaults[option.dest] = option.default
     found = {}
     for option in parser._actions:
         if option.dest in (*ours, "local_rank") or not hasattr(args, option.dest):
@@ -181,7 +177,7 @@ def given_to_megatron(args: MegatronArgs, parser: argparse.ArgumentParser) -> di
         # Of a switch and its opposite, the one that sets this value.
         sets_it = option.nargs != 0 or option.const in (value, None)
         text = "given" if option.nargs == 0 and option.const is not None else _text(value)
-        if value != defaults.get(option.dest) and sets_it and text is not None:
+        if value != parser.get_default(option.dest) and sets_it and text is not None:
             found[(option.option_strings or [option.dest])[0]] = text
     return found
 

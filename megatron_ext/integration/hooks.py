@@ -13,8 +13,9 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from .._log import PREFIX
 from ..releases import NEWEST
 from .errors import ConfigError
 from .targets import Target
@@ -43,21 +44,56 @@ class Hook:
     why: str
 
 
-def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
+class around:
     """``Hook.make`` of a function that gets the original, and then what the original gets.
 
-    One that does not take whatever the original takes is written as ``make``, whose replacement's
-    own parameters are compared with the original's.
+    Parameters that it names are compared with the original's: it must take all of them.
     """
 
-    def make(original: Any) -> Any:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, original: Any) -> Any:
+        function = self.function
+
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
 
         return replacement
 
-    return make
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_HOOKED: dict[Any, tuple[Sequence[Target], str, Callable[[Any], bool]]] = {}
+
+
+def hooked(
+    target: Target | Sequence[Target], why: str, when: Callable[[Any], bool] = lambda owner: True
+) -> Callable[[_Method], _Method]:
+    """Declare a method as what is ``around`` a target, or around each of several.
+
+    Args:
+        why: what goes wrong without it.
+        when: given the method's object, false where nothing is to be hooked.
+    """
+
+    def mark(method: _Method) -> _Method:
+        _HOOKED[method] = ([target] if isinstance(target, Target) else target), why, when
+        return method
+
+    return mark
+
+
+def declared(owner: object) -> list[Hook]:
+    """The hooks of an object's ``hooked`` methods, in the order of its class."""
+    found = []
+    names = (item for kind in reversed(type(owner).__mro__) for item in vars(kind).items())
+    for name, value in names:
+        if inspect.isfunction(value) and value in _HOOKED:
+            targets, why, when = _HOOKED[value]
+            method = around(getattr(owner, name))
+            found += [Hook(target, method, why) for target in targets if when(owner)]
+    return found
 
 
 @dataclass
@@ -230,7 +266,7 @@ class Hooks:
                 f"megatron_ext expects {missing} among them ({hook.why}); {_ADVICE}"
             )
         made = hook.make(original)
-        lost = _not_taken(original, made)
+        lost = _not_taken(original, hook.make if isinstance(hook.make, around) else made)
         if lost:
             raise ConfigError(
                 f"{target} of megatron-core {self.version} has parameters {lost} that its "
@@ -239,16 +275,46 @@ class Hooks:
         return made
 
 
+class Report:
+    """The hooks in force, now: print it.
+
+    The two that read the flags are bound by ``apply``. Those of the chosen schedule join once
+    Megatron has validated its arguments; after a revert there are none.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self.megatron = hooks.version
+
+    @property
+    def hooks(self) -> dict[str, list[str]]:
+        """Replaced symbol -> modules and classes that hold the replacement."""
+        return {binding.target: binding.where() for binding in self._hooks.bindings}
+
+    def __str__(self) -> str:
+        if not self._hooks.bindings:
+            return f"{PREFIX} nothing of megatron-core {self.megatron} is replaced"
+        count = len(self._hooks.bindings)
+        return (
+            f"{PREFIX} {count} symbols of megatron-core {self.megatron} are replaced\n"
+            f"{self._hooks.report()}"
+        )
+
+    __repr__ = __str__
+    seams = hooks  # the former name
+
+
 def _not_taken(original: Any, made: Any) -> list[str]:
     """Parameters of a function that what takes its place has neither by name nor by place."""
-    if not (inspect.isfunction(original) and inspect.isfunction(made)):
+    own = made.function if isinstance(made, around) else made
+    if not (inspect.isfunction(original) and inspect.isroutine(own)):
         return []
-    named, positional = set[str](), 0
-    for own in inspect.signature(made, follow_wrapped=False).parameters.values():
-        if own.kind is own.VAR_KEYWORD:
+    named, positional = set[str](), -isinstance(made, around)  # it gets the original first
+    for one in inspect.signature(own, follow_wrapped=False).parameters.values():
+        if one.kind is one.VAR_KEYWORD:
             return []
-        named.add(own.name)
-        positional += own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD)
+        named.add(one.name)
+        positional += one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(original).parameters
     return [name for at, name in enumerate(parameters) if name not in named and at >= positional]
 

@@ -1,38 +1,38 @@
-"""Installation: from the flags on a command line to all hooks in force."""
+"""Facts from a command line: our flags on Megatron's parser, and the run that they ask for."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from .._log import VERBOSE, set_up, tear_down, verbose
-from .callbacks import Callback
+from .._log import VERBOSE, verbose
+from . import entry_point
+from .entry_point import EntryPoint, revert
 from .errors import ConfigError
 from .feature import Run
-from .features import FEATURES
 from .flags import (
     add_arguments,
     defaults,
     given_to_megatron,
     lost_in_yaml,
-    require_rules,
     short_errors,
     wanted,
 )
-from .hooks import Hook, Hooks, around
-from .report import Report
+from .hooks import Report, declared, hooked
 from .targets import ARGUMENTS, PIPELINES, VALIDATE
-from .versions import megatron_version, require_supported
+
+__all__ = ["Installation", "apply", "install", "revert"]
 
 logger = logging.getLogger(__name__)
 
 
-class Installation:
-    """What is hooked into this process's Megatron, and how to undo it.
+class Installation(EntryPoint):
+    """What is hooked into a Megatron that parses a command line.
 
     Args:
         config: values of our flags where the command line gives none, by attribute name.
@@ -42,35 +42,18 @@ class Installation:
     """
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
-        version = megatron_version()
-        require_supported(version)
-        self.hooks = Hooks(version)
+        super().__init__()
         self.run: Run | None = None
         self._defaults = defaults(config or {})
         self._parser: argparse.ArgumentParser | None = None
-        self._callbacks: list[Callback] = []
+        self._closing: list[Callable[[], None]] = []
 
-    def hook_arguments(self) -> None:
-        """Add our flags to Megatron's parser and our checks to its validation.
+    def open(self) -> None:
+        self.hooks.apply(declared(self))
 
-        Raises:
-            ConfigError: this Megatron lacks a hook's target.
-        """
-        self.hooks.apply(
-            [
-                Hook(ARGUMENTS, around(self._with_flags), "our flags would be unknown"),
-                Hook(VALIDATE, around(self._with_validation), "our flags would not be checked"),
-                *(
-                    Hook(
-                        target,
-                        around(self._requiring_arguments),
-                        "a schedule that is asked for would have no effect",
-                    )
-                    for target in PIPELINES.values()
-                    if self._defaults
-                ),
-            ]
-        )
+    def forward_backward(self, **kwargs: Any) -> Any:
+        assert self.run is not None and self.run.pipeline is not None
+        return self.run.pipeline(**kwargs)
 
     def start(self, run: Run) -> None:
         """Start every feature that ``run``, whose arguments are validated, uses.
@@ -78,19 +61,13 @@ class Installation:
         Raises:
             ConfigError: a hook's target is missing, or this machine or its ranks cannot run it.
         """
-        if run.schedule is not None:
-            from .features.schedule.pipeline import pipeline_of
-
-            pipeline_of(run)
-        try:
-            for feature in FEATURES:
-                self._callbacks += feature.start(run)
-            self.hooks.apply([hook for part in self._callbacks for hook in part.hooks()])
-        except BaseException:
-            self._close()
-            raise
+        entry = [] if run.schedule is None else self.pipeline_hooks()
+        parts = self.begin(run, self.features, entry)
+        callbacks = [part for found in parts.values() for part in found]
+        self._closing = [part.close for part in callbacks]
         if run.pipeline is not None:
-            run.pipeline.callbacks = tuple(self._callbacks)
+            run.pipeline.callbacks = callbacks
+            self._closing.append(run.pipeline.plans.close)
         self.run = run
         if run.args.rank == 0 and run.schedule is not None:
             logger.info(
@@ -105,19 +82,10 @@ class Installation:
         for notice in run.notices if run.args.rank == 0 else ():
             logger.info(notice)
 
-    def revert(self) -> None:
-        """Restore all symbols of Megatron."""
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.hooks.revert)
-            undo.callback(self._close)
+    def closing(self) -> Iterable[Callable[[], None]]:
+        return self._closing
 
-    def _close(self) -> None:
-        """Close all callbacks, last first, whatever one of them raises."""
-        with contextlib.ExitStack() as stack:
-            for part in self._callbacks:
-                stack.callback(part.close)
-        self._callbacks = []
-
+    @hooked(ARGUMENTS, "our flags would be unknown")
     def _with_flags(
         self, original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -132,21 +100,29 @@ class Installation:
         short_errors(parser)
         return parser
 
+    @hooked(VALIDATE, "our flags would not be checked")
     def _with_validation(
         self, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         again, run = self.run is not None, self.run or self._run_of(args)
         run.args = args
-        for feature in () if again else FEATURES:
+        for feature in () if again else self.features:
             feature.check(run)
-        with _validating(run):
+        with contextlib.ExitStack() as stack:
+            for feature in self.features:
+                stack.enter_context(feature.validating(run))
             result = original(args, *rest, **kwargs)
-        for feature in FEATURES:
+        for feature in self.features:
             feature.check_derived(run)
         if not again:
             self.start(run)
         return result
 
+    @hooked(
+        (*PIPELINES.values(),),
+        "a schedule that is asked for would have no effect",
+        when=lambda self: bool(self._defaults),
+    )
     def _requiring_arguments(self, original: Callable[..., Any], **kwargs: Any) -> Any:
         """Megatron's pipeline function, which must not run before its arguments are parsed."""
         if self.run is None:
@@ -159,8 +135,6 @@ class Installation:
 
     def _run_of(self, args: Any) -> Run:
         """What ``args``, not yet validated by Megatron, ask for."""
-        from .features.schedule.pipeline import prepare
-
         if not hasattr(args, "pp_schedule"):
             raise ConfigError(
                 "Megatron's arguments do not come from a command line that megatron_ext has "
@@ -170,72 +144,7 @@ class Installation:
         run = Run(args, self.hooks.version, "megatron.training" in sys.modules)
         if self._parser is not None:
             run.stock_flags = given_to_megatron(args, self._parser)
-        require_rules(args)
-        if args.pp_schedule is not None:
-            prepare(run)
-        return run
-
-
-def _validating(run: Run) -> contextlib.ExitStack:
-    """What the features put in force while Megatron validates its arguments."""
-    with contextlib.ExitStack() as stack:
-        for feature in FEATURES:
-            stack.enter_context(feature.validating(run))
-        return stack.pop_all()
-
-
-class Applied(Protocol):
-    """What a process has in force, however it was loaded."""
-
-    hooks: Hooks
-
-    def revert(self) -> None:
-        """Restore all symbols of Megatron."""
-
-
-_current: Applied | None = None
-
-
-def require_unclaimed(entry: str = "apply") -> None:
-    """Refuse to take what this process has in force already.
-
-    Args:
-        entry: the function of ``megatron_ext`` that was called.
-
-    Raises:
-        ConfigError: something is.
-    """
-    if _current is not None:
-        raise ConfigError(
-            f"megatron_ext is applied already, with {len(_current.hooks.bindings)} hooks; "
-            "call megatron_ext.revert() first"
-            + (", or apply(exist_ok=True) without a configuration" * (entry == "apply"))
-        )
-
-
-def claim(mine: Applied) -> None:
-    """Let ``mine`` be what this process has in force."""
-    global _current
-    _current = mine
-
-
-def in_force() -> bool:
-    """This process has something of ours in force."""
-    return _current is not None
-
-
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-    """Inside, what this process has in force is not: Megatron has its symbols."""
-    hooks = None if _current is None else _current.hooks
-    if hooks is None:
-        yield
-        return
-    hooks.pause()
-    try:
-        yield
-    finally:
-        hooks.resume()
+        return self.checked(run)
 
 
 def install(argv: Sequence[str] | None = None) -> Installation | None:
@@ -253,47 +162,17 @@ def install(argv: Sequence[str] | None = None) -> Installation | None:
     """
     if not wanted(sys.argv[1:] if argv is None else argv):
         return None
-    return _start(None)
+    installation: Installation = entry_point.opened(Installation)
+    return installation
 
 
 def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False) -> Report:
     """The entry point of scripts and of the patch series; see ``megatron_ext.apply``."""
-    if _current is not None and exist_ok and not config:
-        return Report(_current.hooks)
+    now = entry_point.current()
+    if now is not None and exist_ok and not config:
+        return Report(now.hooks)
     _require_unparsed()
-    return Report(_start(config).hooks)
-
-
-def revert() -> None:
-    """Restore all symbols of Megatron; nothing happens where none was taken."""
-    if _current is not None:
-        drop()
-
-
-def drop() -> None:
-    """``revert``, also where taking them has failed halfway."""
-    global _current
-    from .undo import give_back
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(tear_down)
-        stack.callback(give_back)
-        applied, _current = _current, None
-        if applied is not None:
-            applied.revert()
-
-
-def _start(config: Mapping[str, object] | None) -> Installation:
-    require_unclaimed()
-    set_up()
-    try:
-        installation = Installation(config)
-        claim(installation)
-        installation.hook_arguments()
-    except BaseException:
-        drop()
-        raise
-    return installation
+    return Report(entry_point.opened(functools.partial(Installation, config)).hooks)
 
 
 def _require_unparsed() -> None:

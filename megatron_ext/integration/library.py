@@ -1,4 +1,4 @@
-"""Schedules, offload and MoE chunks in a trainer that does not parse Megatron's arguments.
+"""Facts from a model: schedules, offload and MoE chunks in a trainer of its own.
 
 What a command line would contain is known only step by step: the options at once, the sizes of the
 pipeline and of a model when that model comes to the forward-backward function for the first time.
@@ -12,55 +12,53 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
+from .._log import set_up
+from ..runtime.watchdog import close_process_watchdog
+from . import entry_point
 from .callbacks import Callback
+from .entry_point import EntryPoint
 from .errors import ConfigError
 from .feature import Feature, Run
-from .features import FEATURES
-from .features.schedule.entry import entry_hooks, size_hook
-from .features.schedule.pipeline import pipeline_of, prepare
-from .flags import given, in_options, parsed, require_rules
-from .hooks import Hook, Hooks
-from .model_args import ModelArgs
+from .flags import given, in_options, parsed
+from .hooks import Report, declared, hooked
 from .pipeline import ScheduledPipeline, pipeline_group
-from .utils import device_of, time_limit_minutes, unwrapped, watched
-from .versions import megatron_version, require_supported
+from .takeover import require_not_held
+from .targets import PARALLEL_STATE
+from .utils import chunks_of, device_of, time_limit_minutes, unwrapped, watched
 
 logger = logging.getLogger(__name__)
 
+# Argument -> attribute of a model's configuration, where they differ.
+_RENAMED = {"num_experts": "num_moe_experts"}
 
-class Library:
+
+class Library(EntryPoint):
     """What ``megatron_ext.enable`` puts in force in a process.
 
     Args:
         options: as ``megatron_ext.enable``.
+        entry: Megatron's own functions lead to ``forward_backward``.
 
     Raises:
         ConfigError: an option is unknown, or cannot work without Megatron's arguments.
     """
 
-    def __init__(self, options: Mapping[str, object]) -> None:
-        version = megatron_version()
-        require_supported(version)
+    def __init__(self, options: Mapping[str, object], entry: bool = True) -> None:
+        super().__init__()
         self._options = vars(parsed(options))
         args: Any = SimpleNamespace(**self._options, rank=_rank())
-        self._run = run = Run(args, version, training=False, library=True)
         if not given(args):
             raise ConfigError("--pp-schedule is missing; give one, e.g. 'v-half'")
-        require_rules(args, library=True)
-        if args.pp_schedule is not None:
-            prepare(run)
-        for feature in FEATURES:
-            feature.check(run)
-        self.hooks = Hooks(version)
+        self._run = self.checked(Run(args, self.hooks.version, training=False, library=True))
+        self._entry = entry and self._run.request is not None
         self._used = False
-        self._shared: dict[Feature, list[Callback]] = {}
-        self._hooked: set[Feature] = set()  # of the features with state of one model
+        self._shared: dict[Feature, Sequence[Callback]] = {}
         self._models: weakref.WeakSet[_OfModel] = weakref.WeakSet()
 
     @property
@@ -68,35 +66,27 @@ class Library:
         """V placement is asked for."""
         return self._run.request is not None and self._run.request.vee
 
-    def start(self, entry: bool) -> None:
+    def open(self) -> None:
         """Bind the hooks that all models share.
-
-        Args:
-            entry: Megatron's own functions lead to ``forward_backward``.
 
         Raises:
             ConfigError: one cannot be bound, or nothing would ever call them.
         """
-        hooks: list[Hook] = []
-        if entry and self._run.request is not None:
-            hooks += entry_hooks(self.forward_backward, lambda: bool(self.hooks.bindings))
-            hooks.append(size_hook(self._with_pipeline_check))
+        if self._entry:
             self._require_pipeline()
-        for feature in FEATURES:
-            if not feature.per_model:
-                self._shared[feature] = list(feature.start(self._run))
-                hooks += (hook for part in self._shared[feature] for hook in part.hooks())
-        self.hooks.apply(hooks)
+        shared = [feature for feature in self.features if not feature.per_model]
+        hooks = [*self.pipeline_hooks(), *declared(self)] if self._entry else []
+        self._shared = self.begin(self._run, shared, hooks)
 
     def revert(self) -> None:
-        """Restore everything."""
         atexit.unregister(self.warn_if_unused)
         with contextlib.ExitStack() as undo:
-            undo.callback(self.hooks.revert)
-            for callback in (c for part in self._shared.values() for c in part):
-                undo.callback(callback.close)
+            undo.callback(super().revert)
             for of_model in list(self._models):
                 undo.callback(of_model.close)
+
+    def closing(self) -> Iterable[Callable[[], None]]:
+        return (part.close for parts in self._shared.values() for part in parts)
 
     def forward_backward(self, **kwargs: Any) -> Any:
         """One call of the forward-backward function, for whichever model it is.
@@ -106,8 +96,7 @@ class Library:
         """
         self._used = True
         with in_options():
-            model = kwargs["model"]
-            models = model if isinstance(model, list) else [model]
+            models = chunks_of(kwargs["model"])
             of_model = _OfModel.found(self, models[0])
             if of_model is None or of_model not in self._models:
                 group = pipeline_group(kwargs.get("p2p_communicator"), kwargs.get("pg_collection"))
@@ -138,23 +127,15 @@ class Library:
         minutes = time_limit_minutes(group, device_of(models))
         args: Any = ModelArgs(self._options, models, config, group.size(), minutes, _rank(), *size)
         run = self._run.for_model(args, models, group)
-        for feature in FEATURES:
-            feature.check_model(run)
-        pipeline_of(run)
+        features = [type(f)() if f.per_model else f for f in self.features]
+        for feature in features:
+            feature.check(run)
+        own = self.begin(run, [feature for feature in features if feature.per_model])
+        every = {**self._shared, **own}
         assert run.request is not None and run.pipeline is not None
-        callbacks: list[Callback] = []
-        own: list[Callback] = []
-        for feature in FEATURES:
-            part = self._shared.get(feature)
-            if part is None:
-                part = list(feature.start(run))
-                if part and feature not in self._hooked:
-                    self.hooks.apply([hook for callback in part for hook in callback.hooks()])
-                    self._hooked.add(feature)
-                own += part
-            callbacks += part
-        run.pipeline.callbacks = tuple(callbacks)
-        of_model = _OfModel(self, run.pipeline, own, models[0])
+        run.pipeline.callbacks = tuple(part for f in features for part in every[f])
+        callbacks = [part for parts in own.values() for part in parts]
+        of_model = _OfModel(self, run.pipeline, callbacks, models[0])
         self._models.add(of_model)
         if dist.get_rank() == 0:
             logger.info(
@@ -169,6 +150,7 @@ class Library:
             logger.debug("%s", self.hooks.report())
         return of_model
 
+    @hooked(PARALLEL_STATE, "a job without a pipeline would not be noticed")
     def _with_pipeline_check(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         with in_options():
@@ -186,6 +168,77 @@ class Library:
                 f"--pp-schedule {self._run.request.name} needs pipeline_model_parallel_size >= 2, "
                 "got 1: nothing would call it; raise the size, or do not enable a schedule"
             )
+
+
+class ModelArgs:
+    """``MegatronArgs`` without a command line.
+
+    Attributes are those of our options, then of the model's configuration, whose names are those
+    of Megatron's arguments. An argument that a configuration does not have is missing here.
+
+    Args:
+        options: ours, by attribute name.
+        models: the model's chunks on this rank.
+        config: the model's ``TransformerConfig``.
+        pp: ranks of its pipeline.
+        minutes: that messages and collectives may take by the trainer's own limits.
+        rank: of this process in the job.
+        length, samples: of a microbatch, as the first call gives them.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        models: list[Any],
+        config: Any,
+        pp: int,
+        minutes: float,
+        rank: int,
+        length: int,
+        samples: int,
+    ) -> None:
+        wrappers = {name for model in models for name in _wrappers(model)}
+        self._known: dict[str, Any] = {
+            **options,
+            "rank": rank,
+            "pipeline_model_parallel_size": pp,
+            "distributed_timeout_minutes": minutes,
+            "use_megatron_fsdp": bool(wrappers & {"FullyShardedDataParallel", "MegatronFSDP"}),
+            "use_torch_fsdp2": "TorchFullyShardedDataParallel" in wrappers,
+            "seq_length": length,
+            "micro_batch_size": samples,
+            **_of_model(unwrapped(models[0]), config),
+        }
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in self._known:
+            return self._known[name]
+        return getattr(self._config, _RENAMED.get(name, name))
+
+
+def _of_model(model: Any, config: Any) -> dict[str, Any]:
+    """Megatron's arguments that its models have under other names, as far as they have them."""
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
+    return {
+        "padded_vocab_size": getattr(model, "vocab_size", None),
+        "position_embedding_type": getattr(model, "position_embedding_type", None),
+        "untie_embeddings_and_output_weights": not tied,
+        "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
+        "group_query_attention": getattr(config, "num_query_groups", None) is not None,
+        "swiglu": getattr(config, "gated_linear_unit", False),
+    }
+
+
+def _wrappers(model: Any) -> list[str]:
+    """Class names of what is around a model, outermost first."""
+    names = []
+    while hasattr(model, "module"):
+        names.append(type(model).__name__)
+        model = model.module
+    return names
 
 
 class _OfModel:
@@ -223,6 +276,7 @@ class _OfModel:
         with contextlib.ExitStack() as undo:
             for callback in self._callbacks:
                 undo.callback(callback.close)
+            undo.callback(self.pipeline.plans.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return bool, ()
@@ -236,3 +290,56 @@ def _rank() -> int:
     if dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
+
+
+def enable(options: Mapping[str, object]) -> Report:
+    """See ``megatron_ext.enable``."""
+
+    def make() -> Library:
+        library = Library(options)
+        require_not_held()
+        return library
+
+    with in_options():
+        library: Library = entry_point.opened(make, "enable")
+    atexit.register(library.warn_if_unused)
+    return Report(library.hooks)
+
+
+_functions: weakref.WeakSet[DropIn] = weakref.WeakSet()
+
+
+class DropIn:
+    """A forward-backward function for a loop of your own; nothing global stays replaced."""
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        set_up()
+        with in_options(), entry_point.set_aside():
+            self._library = Library(options, entry=False)
+            if self._library.vee:
+                raise ConfigError(
+                    f"--pp-schedule {options['schedule']} places stages as a V, which changes how "
+                    "Megatron builds the model; use megatron_ext.enable()"
+                )
+            self._library.open()
+            self._library.hooks.pause()
+        _functions.add(self)
+        weakref.finalize(self, _end, self._library).atexit = False
+
+    def __call__(self, **kwargs: Any) -> Any:
+        hooks = self._library.hooks
+        with entry_point.set_aside():  # of ``enable``, whose hooks are for other models
+            hooks.resume()
+            try:
+                return self._library.forward_backward(**kwargs)
+            finally:
+                hooks.pause()
+                close_process_watchdog()
+
+
+def _end(library: Library) -> None:
+    """A function is gone: end what runs for its models. Its messages end with their group."""
+    with entry_point.set_aside():
+        library.revert()
+    if not list(_functions):  # its length counts what is just going
+        entry_point.end_unused()

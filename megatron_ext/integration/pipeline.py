@@ -18,6 +18,7 @@ from .callbacks import Callback, Step
 from .errors import ConfigError
 from .plans import Plans
 from .runner import Call, Iteration, MegatronRunner
+from .utils import chunks_of
 
 _LISTED = 16
 # Options of the model's configuration with which messages are not all of one known shape.
@@ -83,8 +84,7 @@ class ScheduledPipeline:
         """
         from megatron.core.utils import get_model_config
 
-        models = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        models, iterators = chunks_of(model), chunks_of(data_iterator)
         if len(iterators) != len(models):
             raise ConfigError(
                 f"data_iterator has {len(iterators)} iterator(s), but this rank has {len(models)} "

@@ -8,7 +8,6 @@ them, and gradients, where nobody looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,37 +15,37 @@ import torch
 from .hooks import Hook
 from .targets import LINEAR, TE_FUNCTIONS
 
-Find = Callable[[torch.Tensor], torch.Tensor]
+_KEEPS = "_megatron_ext_keeps_parameters"  # attribute of functions that see parameters
 
 
-def hooks(find: Find) -> tuple[Hook, ...]:
-    """For the functions of Megatron, and of Transformer Engine where it is loaded.
-
-    Args:
-        find: gives the parameter that a tensor is, or the tensor itself.
-    """
+def hooks() -> tuple[Hook, ...]:
+    """For the functions of Megatron, and of Transformer Engine where it is loaded."""
+    why = "weight gradients would be lost where activations are offloaded"
     loaded = [target for target in TE_FUNCTIONS if target.loaded and target.exists]
-    return tuple(
-        Hook(
-            target,
-            lambda original: _with_parameters(original, find),
-            "weight gradients would be lost where activations are offloaded",
-        )
-        for target in (LINEAR, *loaded)
-    )
+    return tuple(Hook(target, with_parameters, why) for target in (LINEAR, *loaded))
 
 
-def _with_parameters(original: Any, find: Find) -> Any:
+def with_parameters(original: Any) -> Any:
+    """An autograd function whose backward sees parameters as its forward did; that itself, if it
+    does so already."""
+    if hasattr(original, _KEEPS):
+        return original
+
     class WithParameters(original):  # type: ignore[misc]
-        """The function as it was; its backward sees parameters as forward did."""
+        """The function as it was, but for parameters."""
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return original.backward(ReadOnce(ctx, find), *grads)
+            return original.backward(ReadOnce(ctx), *grads)
 
-    WithParameters.__name__ = original.__name__
-    WithParameters.__qualname__ = original.__qualname__
-    return WithParameters
+    return named_as(original, WithParameters)
+
+
+def named_as(original: Any, replacement: Any) -> Any:
+    """``replacement``, a subclass, with the original's names."""
+    replacement.__name__, replacement.__qualname__ = original.__name__, original.__qualname__
+    setattr(replacement, _KEEPS, True)
+    return replacement
 
 
 def parameter_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,15 +62,14 @@ class ReadOnce:
     """An autograd context whose saved tensors are unpacked once, parameters as parameters.
 
     Args:
-        ctx: the function's. find: gives the parameter that a saved tensor is, or the tensor.
+        ctx: the function's.
     """
 
-    __slots__ = ("_ctx", "_find", "_saved")
+    __slots__ = ("_ctx", "_saved")
     _saved: tuple[Any, ...] | None
 
-    def __init__(self, ctx: Any, find: Find) -> None:
+    def __init__(self, ctx: Any) -> None:
         object.__setattr__(self, "_ctx", ctx)
-        object.__setattr__(self, "_find", find)
         object.__setattr__(self, "_saved", None)
 
     @property
@@ -80,7 +78,7 @@ class ReadOnce:
         found = self._saved
         if found is None:
             found = tuple(
-                self._find(saved) if isinstance(saved, torch.Tensor) else saved
+                parameter_of(saved) if isinstance(saved, torch.Tensor) else saved
                 for saved in self._ctx.saved_tensors
             )
             object.__setattr__(self, "_saved", found)

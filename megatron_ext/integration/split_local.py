@@ -20,7 +20,7 @@ from ..runtime.sharded import Sharded, mark_gathered, sharded, whole
 from ..runtime.wgrad import WeightGradStore
 from .gradients import accumulate, finish, gradient_hook, mark_added
 from .hooks import Hook
-from .saved_parameters import ReadOnce, parameter_of
+from .saved_parameters import ReadOnce, named_as
 from .targets import LINEAR, REDUCE_SCATTER
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -57,18 +57,16 @@ def _split_linear(original: Any, store: WeightGradStore) -> Any:
 
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-            if not store.collecting:
-                return original.backward(ctx, grad_output)
             # Once: a checkpoint computes saved tensors again, and hands each out a single time.
-            ctx = ReadOnce(ctx, parameter_of)
-            weight = ctx.saved_tensors[1]
-            if _can_split(ctx, weight) and store.postpones(weight):
-                return as_in_forward(_input_gradient_only)(ctx, grad_output, store, as_in_forward)
+            ctx = ReadOnce(ctx)
+            if store.collecting:
+                weight = ctx.saved_tensors[1]
+                if can_split(ctx, weight) and store.postpones(weight):
+                    part = as_in_forward(_input_gradient_only)
+                    return part(ctx, grad_output, store, as_in_forward)
             return original.backward(ctx, grad_output)
 
-    SplitLinear.__name__ = original.__name__
-    SplitLinear.__qualname__ = original.__qualname__
-    return SplitLinear
+    return named_as(original, SplitLinear)
 
 
 def _noting_scatter(original: Any, store: WeightGradStore) -> Any:
@@ -82,9 +80,7 @@ def _noting_scatter(original: Any, store: WeightGradStore) -> Any:
                 mark_gathered(result[0], grad_output, ctx.group)
             return result
 
-    NotingScatter.__name__ = original.__name__
-    NotingScatter.__qualname__ = original.__qualname__
-    return NotingScatter
+    return named_as(original, NotingScatter)
 
 
 def is_output_weight(weight: Any) -> bool:
@@ -92,13 +88,18 @@ def is_output_weight(weight: Any) -> bool:
     return bool(getattr(weight, "is_embedding_or_output_parameter", False))
 
 
-def _can_split(ctx: Any, weight: torch.Tensor) -> bool:
+def can_split(holder: Any, weight: Any) -> bool:
+    """True if W may compute the gradient of a linear layer's weight.
+
+    Args:
+        holder: the layer, or the context of its autograd function.
+    """
     # Computed from parameters, as torch's parametrizations do, it passes its gradient on to them.
     if not weight.requires_grad or not weight.is_leaf:
         return False
     # These keep or gather weights in ways of their own; they run fused, which is always right.
-    buffered = ctx.grad_output_buffer is not None
-    rematerialised = getattr(ctx, "gtp_remat_size", 1) > 1
+    buffered = getattr(holder, "grad_output_buffer", None) is not None
+    rematerialised = getattr(holder, "gtp_remat_size", 1) > 1
     kept = buffered or rematerialised or hasattr(weight, "__fsdp_param__")
     return not (kept or is_output_weight(weight))
 

@@ -26,6 +26,11 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def chunks_of(model: Any) -> list[Any]:
+    """A model as Megatron passes it, one chunk or a list of them, as a list."""
+    return model if isinstance(model, list) else [model]
+
+
 def device_of(models: Sequence[Any]) -> torch.device:
     """Where this rank computes: its first parameter's, or, without any, Megatron's choice.
 

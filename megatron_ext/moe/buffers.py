@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -48,12 +48,10 @@ class Ring:
 
     Args:
         device: orders copies and compute.
-        skip: purposes whose readers are not waited for; for mutation tests only.
     """
 
-    def __init__(self, device: Device, skip: Collection[str] = ()) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
-        self._skip = frozenset(skip)
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._wanted: dict[str, int] = {}
 
@@ -78,10 +76,7 @@ class Ring:
         must not take the next chunk's writing for a change of this one's saved tensors.
         """
         slot = self._slots.setdefault((purpose, number), _Slot())
-        if purpose not in self._skip:
-            for event in slot.readers:
-                if not event.query():
-                    self.device.wait(event)
+        self._wait_for(slot.readers, purpose)
         slot.readers.clear()
         nbytes = max(nbytes, self._wanted.get(purpose, 0))
         if slot.memory is None or slot.memory.numel() < nbytes:
@@ -89,6 +84,11 @@ class Ring:
             slot.memory = self.device.allocate(_grown(nbytes) if grows else nbytes)
         fresh = torch.empty(0, dtype=torch.uint8, device=slot.memory.device)
         return fresh.set_(slot.memory.untyped_storage(), 0, (slot.memory.numel(),), (1,))
+
+    def _wait_for(self, readers: Sequence[Event], purpose: str) -> None:
+        for event in readers:
+            if not event.query():
+                self.device.wait(event)
 
     def read_until(self, purpose: str, number: int, event: Event) -> None:
         """A slot is read by a copy until ``event``."""

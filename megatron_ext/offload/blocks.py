@@ -236,11 +236,6 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What tells two tensors over one storage apart."""
-    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
 def modified_in_place(
     key: Hashable | None, tensor: torch.Tensor, version: int, origin: str
 ) -> RuntimeError:

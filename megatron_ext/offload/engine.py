@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +128,6 @@ class Engine:
         policy: how directions share the link.
         link_lock: for ``Policy.PAIRED`` where the device can hold it (``guards_copies``); on CUDA
             the schedule alone staggers the neighbours.
-        skip_edges: for mutation tests only: edges that are not enforced.
 
     Raises:
         OffloadConfigError: ``paired`` without what it takes.
@@ -140,7 +139,6 @@ class Engine:
         arena: HostArena,
         policy: Policy | str = Policy.SINGLE,
         link_lock: LinkLock | None = None,
-        skip_edges: Collection[str] = (),
     ) -> None:
         self.device, self.arena, self.policy = device, arena, Policy(policy)
         if self.policy is Policy.PAIRED and device.guards_copies and link_lock is None:
@@ -148,11 +146,7 @@ class Engine:
                 "--pp-offload-transfer paired needs a neighbour that shares the link; use single "
                 "or dual on a rank that has none"
             )
-        unknown = set(skip_edges) - set(EDGES)
-        if unknown:
-            raise ValueError(f"no such ordering edges: {sorted(unknown)}")
         self._link_lock = link_lock if self.policy is Policy.PAIRED else None
-        self._skip = frozenset(skip_edges)
         self._counters = Counters()
         # Waits whose length the device does not know yet: counter, compute got there, end of copy.
         self._waits: deque[tuple[str, Event, Event]] = deque()
@@ -230,8 +224,8 @@ class Engine:
         Args:
             foreign: it may be another compute stream's, which does not wait for the copy.
         """
-        if foreign and "reuse-after-use" not in self._skip:
-            self.device.record_use(memory)
+        if foreign:
+            self._in_use("reuse-after-use", memory)
         self.device.discard(memory)
 
     def prepare(self, ticket: Ticket) -> list[torch.Tensor]:
@@ -276,8 +270,8 @@ class Engine:
                 self._watch("waited_uses", ticket.arrived)
             ticket.users.add(stream)
             self._compute_waits("use-after-reload", ticket.arrived)
-        if storage is not None and stream != ticket.stream and "reuse-after-use" not in self._skip:
-            self.device.record_use(bytes_of(storage))
+        if storage is not None and stream != ticket.stream:
+            self._in_use("reuse-after-use", bytes_of(storage))
         return ticket.stream in ticket.users
 
     def finish(self, ticket: Ticket) -> None:
@@ -313,9 +307,13 @@ class Engine:
         """Compute is about to wait for a copy that the host, which is ahead, sees unfinished."""
         self._waits.append((counter, self.device.record(timed=True), copied))
 
+    # Every edge is one of these, by its name.
+
     def _edge(self, name: str, event: Event) -> list[Event]:
-        return [] if name in self._skip else [event]
+        return [event]
 
     def _compute_waits(self, name: str, event: Event) -> None:
-        if name not in self._skip:
-            self.device.wait(event)
+        self.device.wait(event)
+
+    def _in_use(self, name: str, memory: torch.Tensor) -> None:
+        self.device.record_use(memory)

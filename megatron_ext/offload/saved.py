@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .blocks import Block, Kept, modified_in_place, place
+from .blocks import Block, Kept, modified_in_place
 from .engine import Engine
 from .sets import ActivationSet, State
 
@@ -52,7 +52,7 @@ class Selection:
     ) -> None:
         self._device_type, self._min_bytes = device_type, min_bytes
         self._resident_tensors, self.keep = resident, keep
-        self._by_storage: dict[int, dict[tuple[Any, ...], torch.Tensor]] | None = None
+        self._residents: frozenset[int] | None = None  # storages of this step's resident tensors
         # Storages that outlived their RELEASE: somebody shares them, so moving them frees nothing.
         self._shared: dict[int, StorageWeakRef] = {}
 
@@ -75,19 +75,13 @@ class Selection:
         storage = tensor.untyped_storage()
         if not tensor.numel() or storage.nbytes() < self._min_bytes:
             return "small"
-        if storage._cdata in self._residents():
+        if self._residents is None:
+            strided = (t for t in self._resident_tensors() if t.layout is torch.strided)
+            self._residents = frozenset(t.untyped_storage()._cdata for t in strided)
+        if storage._cdata in self._residents:
             return "parameter"
         shared = self._shared.get(storage._cdata) if self._shared else None
         return "held elsewhere" if shared is not None and not shared.expired() else None
-
-    def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The resident tensor (a Parameter, with its attributes) that ``tensor`` is, or itself.
-
-        Under saved-tensor hooks autograd hands back a new tensor for a saved parameter: without
-        ``main_grad``, and with a ``.grad`` that nobody reads.
-        """
-        same_storage = self._residents().get(tensor.untyped_storage()._cdata, {})
-        return same_storage.get(place(tensor), tensor)
 
     def add_shared(self, storage: StorageWeakRef) -> None:
         """Tensors of ``storage`` stay as long as it lives."""
@@ -95,17 +89,8 @@ class Selection:
 
     def end_step(self) -> None:
         """Forget what may change between steps."""
-        self._by_storage = None
+        self._residents = None
         self._shared = {key: ref for key, ref in self._shared.items() if not ref.expired()}
-
-    def _residents(self) -> dict[int, dict[tuple[Any, ...], torch.Tensor]]:
-        if self._by_storage is None:
-            self._by_storage = {}
-            for tensor in self._resident_tensors():
-                if tensor.layout is torch.strided:
-                    key = tensor.untyped_storage()._cdata
-                    self._by_storage.setdefault(key, {})[place(tensor)] = tensor
-        return self._by_storage
 
 
 class SavedTensors:

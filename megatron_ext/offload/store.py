@@ -227,10 +227,6 @@ class ActivationStore:
         """Bytes of a set whose F has just ended; KeyError if there is none."""
         return self._sets[key].footprint()
 
-    def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The resident tensor that ``tensor`` is, or itself (see ``Selection.parameter``)."""
-        return self._selection.parameter(tensor)
-
     def reset_peaks(self) -> None:
         """Restart the peaks from the current sets."""
         self.statistics.reset_peaks(self._sets.values())

@@ -26,6 +26,21 @@ ONE_CHUNK: tuple[str, ...] = tuple(
 ANY_CHUNKS: tuple[str, ...] = tuple(name for name, made in GENERATORS.items() if made.any_chunks)
 
 
+def suiting(chunks: int | None, vee: bool) -> tuple[str, ...]:
+    """The schedules for a model of so many chunks a rank, the simplest first.
+
+    Args:
+        chunks: None: as many as a schedule wants.
+        vee: they can be placed as a V, if they are two.
+    """
+    if chunks == 1:
+        return ONE_CHUNK
+    vees = [name for name, made in GENERATORS.items() if made.placement == "vee"]
+    if chunks is None:
+        return tuple(name for name in GENERATORS if vee or name not in vees)
+    return (*ANY_CHUNKS, *(vees if vee and chunks == 2 else ()))
+
+
 def select(spec: ScheduleSpec) -> Selected:
     """The schedule that ``spec`` asks for.
 

@@ -68,4 +68,4 @@ def test_refused_before_training(server: ScriptServer, tmp_path: Path) -> None:
     )
     outcome = server.run(command(full, "1f1b", tmp_path / "no checkpoint"), 4, tmp_path / "run")
     assert outcome.status == "failed"
-    assert "--pp-cheap-recompute has nothing to do under --recompute-granularity" in outcome.log(0)
+    assert "--pp-cheap-recompute does not support --recompute-granularity full" in outcome.log(0)

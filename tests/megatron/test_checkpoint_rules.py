@@ -9,8 +9,8 @@ import pytest
 
 from megatron_ext.checkpoints.layout import Layout
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.checkpoint.hooks import Checkpoints, choose_formats
-from tests.support.stand_ins import megatron_args
+from megatron_ext.integration.features.checkpoint import Checkpoint, choose_formats
+from tests.support.stand_ins import megatron_args, started
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -33,9 +33,9 @@ def arguments(**changed: Any) -> SimpleNamespace:
     return megatron_args(**{**values, **changed})
 
 
-def vee() -> Checkpoints:
+def vee() -> Any:
     args = arguments(pp_placement="vee", virtual_pipeline_model_parallel_size=2)
-    return Checkpoints("v-half", Layout.of(args))
+    return started(Checkpoint, args=args)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_layout_is_the_placement_not_the_schedule() -> None:
 
 
 def test_files_by_rank_of_another_layout_are_refused() -> None:
-    plain = Checkpoints("zb-h1", Layout.of(arguments()))
+    plain = started(Checkpoint, "zb-h1", args=arguments())
     state = {"args": arguments(virtual_pipeline_model_parallel_size=2)}
     with pytest.raises(ConfigError, match="fit only the layout that saved them"):
         plain._require_own_files(state, "a file")

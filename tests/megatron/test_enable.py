@@ -152,8 +152,8 @@ def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:
         ("no_schedule", "ConfigError: memory_cap needs schedule; add it or drop memory_cap"),
         ("nothing", "ConfigError: schedule is missing"),
         ("name", "ConfigError: schedule 'v-hlaf' is not known"),
-        ("auto", "ConfigError: schedule auto would choose the placement"),
-        ("bytes", "ConfigError: memory_cap 40GiB in bytes needs the sizes"),
+        ("auto", "ConfigError: schedule auto cannot be used here: it would choose the placement"),
+        ("bytes", "ConfigError: memory_cap 40GiB cannot be used here: bytes need the sizes"),
         ("post_validation", "ConfigError: post_validation cannot be used here: it steps the"),
         ("vocab_parallel", "ConfigError: vocab_parallel cannot be used here: trainers load and"),
         ("offload", "ConfigError: offload must be one of off, half, full, auto, got 'some'"),
@@ -190,9 +190,9 @@ def test_all_symbols_come_back(results: Cases) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("one_chunk", "schedule v-half needs 2 model chunk(s) on each rank, but the model was"),
-        ("two_chunks", "schedule zb-h1 needs 1 model chunk(s) on each rank"),
-        ("no_chunks", "schedule interleaved-zb needs 2 or more model chunk(s)"),
+        ("one_chunk", "schedule v-half needs 2 model chunks a rank, but the model was"),
+        ("two_chunks", "schedule zb-h1 needs 1 model chunk a rank"),
+        ("no_chunks", "schedule interleaved-zb needs 2 or more model chunks"),
         ("built_before", "call megatron_ext.enable() before"),
         ("embedding_group", "call megatron_ext.enable() before initialize_model_parallel()"),
         ("wrapped_before", "call megatron_ext.enable() before the model is wrapped"),

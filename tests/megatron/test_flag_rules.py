@@ -118,8 +118,15 @@ def test_a_library_is_refused_in_its_words(words: list[str], text: str) -> None:
     "flag", [flag for flag in FLAGS if flag.not_in_library], ids=lambda flag: flag.name
 )
 def test_what_a_library_cannot_use(flag: Flag) -> None:
-    args = add_arguments(argparse.ArgumentParser()).parse_args(with_needs(flag))
-    with pytest.raises(ConfigError, match=f"^{flag.name} cannot be used here: "):
+    words, value = with_needs(flag), ""
+    if flag.not_in_library_as is not None:
+        args = add_arguments(argparse.ArgumentParser()).parse_args(words)
+        args.pp_profile_steps = 2
+        require_rules(args, library=True)  # type: ignore[arg-type]
+        value = f" {flag.not_in_library_as[0]}"
+        words += words_of(flag, value.strip())
+    args = add_arguments(argparse.ArgumentParser()).parse_args(words)
+    with pytest.raises(ConfigError, match=f"^{flag.name}{value} cannot be used here: "):
         require_rules(args, library=True)  # type: ignore[arg-type]
 
 

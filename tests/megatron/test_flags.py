@@ -27,7 +27,7 @@ from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simul
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
 from tests.support.schedules import made
-from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
+from tests.support.stand_ins import after_megatron, before_megatron, megatron_args, started
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -149,9 +149,10 @@ def test_other_models_under_v() -> None:
 
 
 def test_no_inference_under_v() -> None:
-    from megatron_ext.integration.features.v_placement.vee import HOOKS
+    from megatron_ext.integration.features.v_placement import VPlacement
 
-    (hook,) = (s for s in HOOKS if s.target.places[0].endswith("GPTModel.forward"))
+    hooks = started(VPlacement).hooks()
+    (hook,) = (one for one in hooks if one.target.places[0].endswith("GPTModel.forward"))
     forward = hook.make(lambda self, x, **kwargs: x)
     assert forward(None, 3, inference_context=None) == 3
     with pytest.raises(ConfigError, match="start it without --pp-schedule"):
@@ -182,7 +183,7 @@ def test_virtual_stages_with_v(flag: str, value: int) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
 def test_virtual_stages_with_one_chunk(schedule: str) -> None:
     text = refusal(schedule, num_virtual_stages_per_pipeline_rank=2)
-    assert "one model chunk a rank" in text
+    assert "needs 1 model chunk a rank, but --num-virtual-stages-per-pipeline-rank 2" in text
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb", "gis", "gis-h", "po"])
@@ -354,10 +355,13 @@ class TestCheapRecompute:
     @pytest.mark.parametrize(
         ("flags", "text"),
         [
-            ({"recompute_granularity": "full"}, "nothing to do under --recompute-granularity full"),
-            ({"recompute_method": "block"}, "--recompute-method (set to block) belongs to"),
-            ({"recompute_num_layers": 2}, "--recompute-num-layers (set to 2) belongs to"),
-            ({"distribute_saved_activations": True}, "--distribute-saved-activations (set to True"),
+            (
+                {"recompute_granularity": "full"},
+                "--recompute-granularity full: it recomputes",
+            ),
+            ({"recompute_method": "block"}, "--recompute-method block: it belongs to"),
+            ({"recompute_num_layers": 2}, "--recompute-num-layers 2: it belongs to"),
+            ({"distribute_saved_activations": True}, "--distribute-saved-activations: it belongs"),
             ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
             ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "use another recipe, e.g. blockwise"),
         ],
@@ -430,7 +434,9 @@ class TestFile:
 
     def test_other_pipeline_size(self, tmp_path: Path) -> None:
         path = self.write(tmp_path, generate("v-half", 2, 8))
-        assert "pp=2 but --pipeline-model-parallel-size is 4" in refusal(path)
+        assert "a file for 2 pipeline ranks, but there are 4; generate it with --pp 4" in refusal(
+            path
+        )
 
     def test_other_microbatches(self, tmp_path: Path) -> None:
         choice = ScheduleRequest.of(self.write(tmp_path, generate("v-half", 4, 9)))

@@ -183,7 +183,7 @@ def test_tied_copies_without_data_parallelism(monkeypatch: pytest.MonkeyPatch) -
     """Their gradients are in ``grad``, which may be a trainer's buffer."""
     import torch
 
-    from megatron_ext.integration.features.v_placement import vee
+    from megatron_ext.integration.features import v_placement as vee
 
     weights = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     chunks = [

@@ -96,10 +96,10 @@ def test_schedules_of_several_chunks_take_the_listed_stages(schedule: str) -> No
         assert choice.placement.chunks == chunks
         assert args.hybrid_layer_pattern == pattern
     text = refusal(schedule, "M*-M")
-    assert "list a multiple of 2, e.g. --hybrid-layer-pattern 'M|*|-|M'" in text
+    assert "list a multiple of 2 stages, e.g. --hybrid-layer-pattern 'M|*|-|M'" in text
     text = refusal(schedule, "M*|-M")
-    assert "needs at least 2 model chunks a rank, but --hybrid-layer-pattern M*|-M makes" in text
-    assert "list 4, or use a schedule with one chunk, e.g. zb-h1" in text
+    assert "needs 2 or more model chunks a rank, but --hybrid-layer-pattern M*|-M makes 1" in text
+    assert "list 4 stages or more, or use another schedule: one with one chunk, e.g. zb-h" in text
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -108,8 +108,8 @@ def test_schedules_of_one_chunk(schedule: str) -> None:
         args, choice = accepted(schedule, pattern)
         assert (args.hybrid_layer_pattern, choice.placement.chunks) == (pattern, 1)
     text = refusal(schedule, "M*|-M|M|M")
-    assert "has one model chunk a rank, but --hybrid-layer-pattern M*|-M|M|M lists 4 stages" in text
-    assert "for 2 ranks; list 2 or use --pp-schedule interleaved" in text
+    assert "needs 1 model chunk a rank, but --hybrid-layer-pattern M*|-M|M|M makes 2" in text
+    assert "list 2 stages, or use another schedule: interleaved" in text
 
 
 def test_auto_takes_what_the_pattern_allows() -> None:
@@ -141,7 +141,10 @@ def test_auto_takes_a_layout_too() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved-zb", "gis-h"])
 def test_a_layout_of_one_stage_a_rank(schedule: str) -> None:
     text = refusal(schedule, None, num_layers=4, pipeline_model_parallel_layout="Ett|ttL")
-    assert "but --pipeline-model-parallel-layout Ett|ttL makes one; list 4, or use" in text
+    assert (
+        "but --pipeline-model-parallel-layout Ett|ttL makes 1; list 4 stages or more, or use"
+        in text
+    )
     assert "zb-h1" in text
 
 
@@ -151,7 +154,7 @@ def test_a_schedule_file(tmp_path: Path) -> None:
     args, choice = accepted(str(path), "M*-M*-")
     assert args.hybrid_layer_pattern == "M|*|-|M|*|-"
     assert choice.placement.chunks == 3
-    with pytest.raises(ConfigError, match="has 3 model chunks a rank but the flags make 2"):
+    with pytest.raises(ConfigError, match="needs 3 model chunks a rank, but .* makes 2; list 6"):
         accepted(str(path), "M|*|-|M")
     with pytest.raises(ConfigError, match="do not spread evenly over 6 stages"):
         accepted(str(path), "M*-M")

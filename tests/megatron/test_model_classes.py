@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
+from megatron_ext.integration.features.schedule import Schedule
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
-from megatron_ext.integration.features.schedule.entry import Entry
-from megatron_ext.integration.features.v_placement.vee import VeeCallback
+from megatron_ext.integration.features.v_placement import VPlacement
 from megatron_ext.integration.model_classes import (
     builds_chunks,
     builds_other_models,
@@ -26,7 +26,7 @@ from megatron_ext.integration.pipeline import ScheduledPipeline
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import GENERATORS
 from megatron_ext.schedule.select import ONE_CHUNK
-from tests.support.stand_ins import before_megatron, megatron_args
+from tests.support.stand_ins import before_megatron, megatron_args, started
 
 BertModel: Any = None  # Megatron's, as a script imports it; see ``megatron``
 GPTModel: Any = None
@@ -180,7 +180,7 @@ def test_a_provider_of_another_name_is_asked_before_it_builds(
 ) -> None:
     built = []
     pipeline: Any = SimpleNamespace(watched=None)
-    entry = Entry(pipeline, True, "v-half", 2)
+    entry = started(Schedule, pipeline=pipeline, chunks=2)
 
     def original(provider: Any) -> Any:
         built.append(inspect.unwrap(provider))
@@ -198,7 +198,7 @@ def test_a_provider_of_another_name_is_asked_before_it_builds(
 @pytest.mark.usefixtures("builders")
 def test_a_model_is_refused_where_it_was_built(building: Callable[..., Any]) -> None:
     """Not when it is loaded or run: its stages hold other things than those of a V."""
-    callback = VeeCallback(True, "v-half")
+    callback = started(VPlacement)
     chunks: list[Any] = [object.__new__(BertModel), object.__new__(BertModel)]
     with pytest.raises(ConfigError, match="--pp-schedule v-half .* this model is a BertModel; use"):
         building(callback, lambda provider: chunks, bert)

@@ -14,15 +14,14 @@ from megatron.core.enums import Fp8Recipe
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.moe import CONFLICTS, MoE, queues
-from megatron_ext.integration.features.moe.flags import MoERequest, require_supported
-from megatron_ext.integration.features.moe.in_flight import stock_sets
+from megatron_ext.integration.features.moe.flags import MoERequest, require_supported, stock_sets
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.hooks import around
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 from megatron_ext.plan.moe_conflicts import ACTIVATED, CHOSEN, OFFLOADED, RESTORED, SPLIT
-from tests.support.stand_ins import megatron_args
+from tests.support.stand_ins import megatron_args, started
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -175,14 +174,19 @@ def test_megatrons_demand_becomes_a_warning(
     assert "MoE layers in chunks run with 16 here" in line
 
 
+def _moe() -> Any:
+    """The feature, with layers in chunks."""
+    return started(MoE, "zb-h1", args=arguments(pp_schedule="zb-h1", rank=0))
+
+
 def test_priority_is_for_experts_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     def initialize(
         tp: int = 1, expert_model_parallel_size: int = 1, high_priority_stream_groups: Any = None
     ) -> Any:
         return high_priority_stream_groups
 
-    found = queues.priority_hook().make(initialize)
-    monkeypatch.setattr(queues, "_nccl", lambda: True)
+    found = around(_moe()._with_priority)(initialize)
+    monkeypatch.setattr(queues, "nccl", lambda: True)
     assert found(1, 2) == ["ep"]
     assert found(expert_model_parallel_size=2, high_priority_stream_groups=["ep", "dp"]) == [
         "ep",
@@ -190,20 +194,20 @@ def test_priority_is_for_experts_on_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     assert found(1, 2, ["dp"]) == ["dp", "ep"]
     assert found(2) is None  # no experts elsewhere
-    monkeypatch.setattr(queues, "_nccl", lambda: False)
+    monkeypatch.setattr(queues, "nccl", lambda: False)
     assert found(1, 2) is None
 
 
 def test_expert_priority_goes_with_a_v() -> None:
     """Whose own hook names the ranks of the embedding in place of the script."""
-    from megatron_ext.integration.features.v_placement import vee
+    from megatron_ext.integration.features import v_placement as vee
 
     def initialize(tp: int = 1, get_embedding_ranks: Any = None, order: str = "") -> None:
         called.append((tp, get_embedding_ranks, order))
 
     called: list[Any] = []
-    inner = around(vee._initialize_model_parallel)(initialize)
-    queues._with_priority(inner)(2, get_embedding_ranks=print, order="tp-pp")
+    inner = around(started(vee.VPlacement)._initialize_model_parallel)(initialize)
+    around(_moe()._with_priority)(inner)(2, get_embedding_ranks=print, order="tp-pp")
     assert called == [(2, vee._embedding_ranks, "tp-pp")]
 
 

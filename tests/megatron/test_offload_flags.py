@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import Measured, ScheduleRequest
 from megatron_ext.integration.features.schedule.estimate import vocabulary_barriers
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.pairs import bridges
@@ -91,24 +91,24 @@ class TestWithASchedule:
         link = Link.of(4, Fraction(1, 4))
         choice = ScheduleRequest.of("v-half", offloading=asked("full")).resolve(4, 2, 8)
         wanted = offload_pass(generate("v-half", 4, 8), link, "full").schedule
-        assert choice.plan(8, link).ranks == wanted.ranks
+        assert choice.plan(8, Measured(link)).ranks == wanted.ranks
         assert choice.plan(8).ranks == generate("v-half", 4, 8).ranks
 
     def test_measured_costs_decide_what_leaves_and_not_the_order(self) -> None:
         link = Link.of(4, Fraction(1, 2))
         costs = Costs.of(stages=[[s + 1, 2, 3] for s in range(8)])
         choice = ScheduleRequest.of("v-half", offloading=asked("full")).resolve(4, 2, 8)
-        plan = choice.plan(8, link, costs)
+        plan = choice.plan(8, Measured(link, costs))
         assert plan.costs == costs
         assert plan.compute().ranks == generate("v-half", 4, 8).ranks
-        assert plan.ranks != choice.plan(8, link).ranks
+        assert plan.ranks != choice.plan(8, Measured(link)).ranks
 
     def test_a_cap_is_of_what_stays(self) -> None:
         """interleaved holds eleven sets a rank; with offload it fits under six."""
         link = Link.of(4, Fraction(1, 4))
         offloading = asked("auto", time="0.25")
         capped = ScheduleRequest.of("interleaved", memory_cap="0.75", offloading=offloading)
-        assert max(check(capped.resolve(4, 2, 16).plan(16, link)).peak_sets) <= 6
+        assert max(check(capped.resolve(4, 2, 16).plan(16, Measured(link))).peak_sets) <= 6
         assert max(check(generate("interleaved", 4, 16)).peak_sets) == 11
 
     def test_a_cap_that_cannot_be_kept(self) -> None:
@@ -122,13 +122,13 @@ class TestWithASchedule:
     def test_a_cap_that_measured_times_do_not_keep(self) -> None:
         """Training has begun then: the closest plan runs."""
         request = ScheduleRequest.of("v-zb", memory_cap="0.13", offloading=asked("auto"))
-        assert request.resolve(4, 2, 16).plan(16, Link.of(4, Fraction(1, 4))).has_offload
+        assert request.resolve(4, 2, 16).plan(16, Measured(Link.of(4, Fraction(1, 4)))).has_offload
 
     def test_v_cap_is_as_large_as_offload_allows(self) -> None:
         link = Link.of(8, Fraction(1, 4))
         offloading = asked("auto", time="0.25")
         request = ScheduleRequest.of("v-cap", memory_cap="0.5", offloading=offloading)
-        plan = request.resolve(8, 2, 32).plan(32, link)
+        plan = request.resolve(8, 2, 32).plan(32, Measured(link))
         assert max(check(plan).peak_sets) <= 8
         assert max(check(plan.compute()).peak_sets) > 8
         alone = ScheduleRequest.of("v-cap", memory_cap="0.5").resolve(8, 2, 32).plan(32)
@@ -143,12 +143,12 @@ class TestWithASchedule:
         with_offload = request.decide(8, 32).resolve(8, None, 32)
         request = ScheduleRequest.of("auto", memory_cap="0.5")
         alone = request.decide(8, 32).resolve(8, None, 32)
-        plan = with_offload.plan(32, link)
+        plan = with_offload.plan(32, Measured(link))
         assert max(check(plan).peak_sets) <= 4 * plan.chunks
         assert simulate(plan).makespan < simulate(alone.plan(32)).makespan
         assert "offload" in with_offload.about
         # Other numbers of microbatches keep the schedule and the cap.
-        fewer = with_offload.plan(9, link)
+        fewer = with_offload.plan(9, Measured(link))
         assert fewer.name == plan.name
         assert max(check(fewer).peak_sets) <= 4 * plan.chunks
 
@@ -176,7 +176,7 @@ class TestWithASchedule:
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:
         save(generate("v-half", 4, 8), tmp_path / "x.json")
         request = ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
-        assert request.resolve(4, 2, 8).plan(8, Link.of(4, Fraction(1, 4))).has_offload
+        assert request.resolve(4, 2, 8).plan(8, Measured(Link.of(4, Fraction(1, 4)))).has_offload
 
 
 def test_times_of_every_stage() -> None:
@@ -185,7 +185,7 @@ def test_times_of_every_stage() -> None:
     request = ScheduleRequest.of("po", offloading=stages)
     choice = request.resolve(4, 2, 16)
     assert choice.offload is not None
-    plan = choice.plan(16, choice.offload.link(4))
+    plan = choice.plan(16, Measured(choice.offload.link(4)))
     assert plan.link is not None and plan.link.to_host == (Fraction(1, 4),) * 7 + (Fraction(3, 2),)
     for text, part in (
         ("1:2:3", "3 transfer times for pp=4"),
@@ -391,7 +391,7 @@ def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
     """Without the hook a function that marks its weight marks something else."""
     import torch
 
-    from megatron_ext.integration.saved_parameters import _with_parameters
+    from megatron_ext.integration.saved_parameters import with_parameters
     from megatron_ext.offload.arena import HostArena
     from megatron_ext.offload.device import CpuDevice
     from megatron_ext.offload.engine import Engine
@@ -415,7 +415,7 @@ def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
     store = ActivationStore(
         Engine(device, HostArena(device.torch_device, 4096)), lambda: [weight], min_bytes=1
     )
-    function = _with_parameters(Linear, store.parameter) if wrapped else Linear
+    function = with_parameters(Linear) if wrapped else Linear
     x = torch.randn(2, 4, requires_grad=True)
     with store.saving("set"):
         y = function.apply(x, weight)

@@ -70,7 +70,7 @@ class TestTheFlag:
         args = megatron_args(pp_offload_policy=policy, pp_memory_cap=cap)
         cap_bytes = 1 << 30 if cap is not None and cap.endswith("B") else None
         request: Any = SimpleNamespace(offloads=offloads, cap_bytes=cap_bytes)
-        Offload().check(Run(args, "0.0.0", request=request))
+        Offload().check_flags(Run(args, "0.0.0", request=request))
 
     def test_what_is_accepted(self) -> None:
         self.check(None, offloads=False)

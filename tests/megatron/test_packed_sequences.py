@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.integration.feature import Run
-from megatron_ext.integration.features.schedule import packed_sequences
+from megatron_ext.integration.features.schedule import Schedule
 from megatron_ext.integration.targets import Target
+from tests.support.stand_ins import started
 
 
 def hooks_of(monkeypatch: pytest.MonkeyPatch, chunks: int, **flags: Any) -> dict[str, Any]:
     """The hooks of a run with ``flags``, by target."""
     monkeypatch.setattr(Target, "exists", True)
     args: Any = SimpleNamespace(**flags)
-    hooks = packed_sequences.hooks(Run(args, "0.19.0", chunks=chunks))
+    schedule = started(Schedule, args=args, training=False, chunks=chunks, pipeline=object())
+    hooks = schedule.hooks()
     return {hook.target.places[0]: hook for hook in hooks}
 
 

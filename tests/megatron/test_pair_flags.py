@@ -9,8 +9,7 @@ import pytest
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, Run
-from megatron_ext.integration.features.overlap import DELAY, FLAG, Overlap
-from megatron_ext.integration.features.overlap.run import PairedPasses, _require_plans
+from megatron_ext.integration.features.overlap import DELAY, FLAG, Overlap, _require_plans
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.hooks import Hooks
 from tests.support.stand_ins import megatron_args
@@ -31,7 +30,7 @@ def run_of(schedule: str = "v-half", library: bool = False, **changed: Any) -> R
 def refusal(run: Run) -> str:
     """The sentence with which a run is refused."""
     with pytest.raises(ConfigError) as error:
-        Overlap().check_model(run) if run.library else Overlap().check(run)
+        Overlap().check(run)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -95,7 +94,7 @@ class TestDelayedWeightGradients:
 def test_a_librarys_request_learns_it() -> None:
     for pairs in (True, False):
         run = run_of(library=True, overlap_moe_expert_parallel_comm=pairs)
-        Overlap().check_model(run)
+        Overlap().check(run)
         assert run.request is not None and run.request.overlap is pairs
 
 
@@ -137,7 +136,7 @@ def test_one_chunk_a_rank() -> None:
     with pytest.raises(AssertionError, match="virtual_pipeline_model_parallel_size"):
         configuration()
     hooks = Hooks("0.0.0")
-    hooks.apply(PairedPasses().hooks())
+    hooks.apply(Overlap().hooks())
     try:
         assert configuration().overlap_moe_expert_parallel_comm is True
         two = configuration(virtual_pipeline_model_parallel_size=2)

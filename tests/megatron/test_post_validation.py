@@ -9,8 +9,7 @@ import pytest
 
 from megatron_ext.integration.errors import ConfigError
 from megatron_ext.integration.feature import require_no_conflict
-from megatron_ext.integration.features.post_validation import PostValidation
-from megatron_ext.integration.features.post_validation.setup import goes_on
+from megatron_ext.integration.features.post_validation import PostValidation, goes_on
 from tests.campaigns import random_post_validation as script
 from tests.support.stand_ins import megatron_args
 

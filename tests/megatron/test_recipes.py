@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.integration import flags
+from megatron_ext.integration import ConfigError, entry_point, flags
 from megatron_ext.integration.feature import Feature, Run
 from megatron_ext.integration.features.offload.policy import SavedTensor, policy_of
 from megatron_ext.integration.install import Installation
@@ -43,33 +43,51 @@ def test_schedule(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     assert simulate(schedule).peak_sets == [8] * 4
 
 
-@pytest.mark.parametrize("code", ["Add a feature: a flag, a hook, a callback"], indirect=True)
+@pytest.mark.parametrize("code", ["Add a feature: a flag, a hook, an event"], indirect=True)
 def test_feature(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class alone, in the list: no other file knows of it."""
     from megatron.core.optimizer import clip_grads
 
-    feature: Feature = code["CountClipping"]()
-    monkeypatch.setattr(flags, "FLAGS", (*flags.FLAGS, *feature.flags))
+    kind: type[Feature] = code["CountClipping"]
+    monkeypatch.setattr(flags, "FLAGS", (*flags.FLAGS, *kind.flags))
     assert flags.wanted(["--pp-count-clipping"])
     assert flags.defaults({"pp_count_clipping": True}) == {"pp_count_clipping": "True"}
-    module = sys.modules[Installation.__module__]
-    monkeypatch.setattr(module, "FEATURES", (feature,))
+    monkeypatch.setattr(entry_point, "FEATURES", (kind,))
     original = clip_grads.clip_grad_by_total_norm_fp32
     installation = Installation()
+    (clipping,) = installation.features
+    assert clipping.start(Run(megatron_args(), "0.0.0")) == ()
     args = megatron_args(pp_count_clipping=True, rank=0)
-    (clipping,) = feature.start(Run(args, "0.0.0"))
     try:
         installation.start(Run(args, "0.0.0"))
         assert clip_grads.clip_grad_by_total_norm_fp32 is not original
-        parameter = torch.nn.Parameter(torch.ones(2))
-        parameter.grad = torch.ones(2)
         counted = clipping.hooks()[0].make(lambda *unused: None)
         for norm in (0.5, 2.0):
-            counted([parameter], 1.0, norm)
-        clipping.end(SimpleNamespace(training=True))
-        assert (clipping.clipped, clipping.iterations) == (1, 1)
+            counted([], 1.0, norm)
+        step: Any = SimpleNamespace(training=True)
+        clipping.end(step)
+        assert (clipping.clipped, clipping.iterations) == (1, 1)  # type: ignore[attr-defined]
     finally:
         installation.revert()
     assert clip_grads.clip_grad_by_total_norm_fp32 is original
+    args.use_megatron_fsdp = True
+    with pytest.raises(ConfigError, match="--pp-count-clipping does not support --use-megatron-f"):
+        clipping.check(Run(args, "0.0.0"))
+
+
+@pytest.mark.parametrize("code", ["Add a refusal"], indirect=True)
+def test_refusal(code: dict[str, Any]) -> None:
+    def refused(value: int, **others: Any) -> str | None:
+        given = {"pp_schedule": "zb-h1", "pp_post_validation": 10, "pp_count_clipping": value}
+        return code["FLAG"].refusal(megatron_args(**{**given, **others}))
+
+    assert refused(1) is None
+    assert refused(0) == "--pp-count-clipping must be 1 or more, got 0"
+    assert "needs --pp-schedule; add it" in str(refused(1, pp_schedule=None))
+    assert "needs --pp-post-validation; add it" in str(refused(1, pp_post_validation=None))
+    assert "and --pp-trace x both write to the log" in str(refused(1, pp_trace="x"))
+    for clip, found in ((0.0, None), (1.0, None), (0.5, "0.5")):
+        assert code["CONFLICT"].found(megatron_args(clip_grad=clip)) == found
 
 
 @pytest.mark.parametrize("code", ["Add an offload policy"], indirect=True)

@@ -12,9 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import utils
 
 from megatron_ext.integration.errors import ConfigError
-from megatron_ext.integration.features.v_placement import roles
-from megatron_ext.integration.features.v_placement.tied import TiedCopies
+from megatron_ext.integration.features.v_placement import VPlacement
+from megatron_ext.integration.features.v_placement.roles import Roles
 from megatron_ext.integration.hooks import Hooks
+from megatron_ext.integration.targets import BRIDGE_EMBEDDINGS
+from tests.support.stand_ins import started
 
 PP, CHUNKS = 4, 2
 
@@ -23,7 +25,7 @@ PP, CHUNKS = 4, 2
 def on_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``on_rank(r)``: this process is pipeline rank r of four, with the hooks in force."""
     hooks = Hooks("a test")
-    hooks.apply(roles.role_hooks(training=False))
+    hooks.apply(Roles(training=False).hooks())
 
     def be(rank: int) -> Any:
         monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
@@ -83,7 +85,7 @@ def test_slime_reads_returned_values_on_rank_0_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, loss.__name__, loss)
     monkeypatch.setitem(sys.modules, model.__name__, model)
     hooks = Hooks("a test")
-    hooks.apply(roles.role_hooks(training=False))
+    hooks.apply(Roles(training=False).hooks())
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     for rank in range(PP):
@@ -121,12 +123,12 @@ def _step(chunks: list[Any]) -> Any:
 
 def test_tied_copies_that_differ_are_refused(on_rank: Any) -> None:
     on_rank(0)
-    callback = TiedCopies()
-    callback.begin(_step(_tied(1.0, 1.0)))
+    check = started(VPlacement)._require_equal_copies
+    check(_step(_tied(1.0, 1.0)))
     with pytest.raises(ConfigError, match="v-half has both copies .* differ"):
-        callback.begin(_step(_tied(1.0, 2.0)))
+        check(_step(_tied(1.0, 2.0)))
     on_rank(1)
-    callback.begin(_step(_tied(1.0, 2.0)))
+    check(_step(_tied(1.0, 2.0)))
 
 
 def test_the_bridge_loads_both_copies(on_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +141,11 @@ def test_the_bridge_loads_both_copies(on_rank: Any, monkeypatch: pytest.MonkeyPa
 
     module.MegatronModelBridge = MegatronModelBridge  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert TiedCopies().hooks()
+    found = [h for h in started(VPlacement).hooks() if h.target is BRIDGE_EMBEDDINGS]
+    assert found
     on_rank(0)
     hooks, chunks = Hooks("a test"), _tied(1.0, 2.0)
-    hooks.apply(TiedCopies().hooks())
+    hooks.apply(found)
     MegatronModelBridge()._broadcast_shared_embeddings(chunks)
     hooks.revert()
     assert float(chunks[1].shared_embedding_or_output_weight()[0, 0]) == 1.0

@@ -118,12 +118,6 @@ class TestFlags:
         with pytest.raises(ConfigError, match="auto: no number of slices keeps the cap"):
             chosen("auto", 8, long, "0.1", ("1f1b", "zb-h1"))
 
-    def test_trainers_give_a_number(self) -> None:
-        args = arguments(pp_slices="auto")
-        run = Run(args, "0.19.0", library=True, request=ScheduleRequest.of("v-half"))
-        with pytest.raises(ConfigError, match="auto chooses by the microbatches and tokens"):
-            Slices().check(run)
-
     def test_pairs_have_no_slices(self) -> None:
         request = checked("dualpipev").request
         assert request is not None

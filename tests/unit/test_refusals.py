@@ -42,10 +42,20 @@ def refusals(source: str) -> Iterator[str]:
         if not (isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute))):
             continue
         name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-        if name.endswith("Conflict") and len(node.args) > 1:
+        option = bool(node.args) and sentence(node.args[0], known).startswith("--")
+        derived = option and name.startswith("_") and name[1:2].isupper()
+        if (name.endswith("Conflict") or derived) and len(node.args) > 1:
             values = [sentence(k.value, known) for k in node.keywords if k.arg == "only"]
             flag, why = (sentence(part, known) for part in node.args[:2])
             yield f"{flag}: {why} {' '.join(values)}".strip()
+        elif name == "Flag" and node.args:
+            flag = sentence(node.args[0], known)
+            for keyword in node.keywords:
+                if keyword.arg == "not_in_library":
+                    yield f"{flag} in a library: {sentence(keyword.value, known)}"
+                elif keyword.arg == "excludes" and isinstance(keyword.value, ast.Tuple):
+                    other, why = (sentence(part, known) for part in keyword.value.elts)
+                    yield f"{flag} and {other}: {why}"
         elif (name.endswith("Error") or name == "error") and node.args:
             yield sentence(node.args[0], known)
 
@@ -75,3 +85,5 @@ def f(n):
     raise ValueError(f"{n} is " "too large")
 """
     assert list(refusals(source)) == ["--x: it {}; drop it V", "{} is too large"]
+    source = 'FLAGS = (Flag("--x", "help", not_in_library="it is", excludes=("--y", "are")),)'
+    assert list(refusals(source)) == ["--x in a library: it is", "--x and --y: are"]

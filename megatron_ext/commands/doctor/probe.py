@@ -153,7 +153,7 @@ def _groups() -> dict[str, Callable[[Any], None]]:
 
         return hook
 
-    groups: dict[str, Callable[[Any], None]] = {"flags": lambda i: i.hook_arguments()}
+    groups: dict[str, Callable[[Any], None]] = {"flags": lambda i: i.open()}
     groups |= {name: schedule(*run) for name, run in _RUNS.items()}
     moe = _Arguments(rank=1, moe_pipeline_chunks="2", moe_memory_reuse="s4")
     groups["MPipeMoE"] = lambda i: start(i, moe, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..feature import Feature
-from .beside import SearchBeside
 from .checkpoint import Checkpoint
 from .consistency import Consistency
 from .cuda_graphs import CudaGraphs
@@ -27,21 +26,20 @@ from .vocabulary import VocabularyParallel
 # saved; the vocabulary is shared out of a model whose ends lie where V placement has them; pairs
 # take the place of the passes that are left then; MoE layers see a step begin around the schedule
 # that runs it; the ranks compare the outcome of all checks.
-FEATURES: tuple[Feature, ...] = (
-    ProfileSteps(),
-    Slices(),
-    Schedule(),
-    SearchBeside(),
-    CudaGraphs(),
-    SplitBackward(),
-    Offload(),
-    Recompute(),
-    Telemetry(),
-    Checkpoint(),
-    PostValidation(),
-    VPlacement(),
-    VocabularyParallel(),
-    Overlap(),
-    MoE(),
-    Consistency(),
+FEATURES: tuple[type[Feature], ...] = (
+    ProfileSteps,
+    Slices,
+    Schedule,
+    CudaGraphs,
+    SplitBackward,
+    Offload,
+    Recompute,
+    Telemetry,
+    Checkpoint,
+    PostValidation,
+    VPlacement,
+    VocabularyParallel,
+    Overlap,
+    MoE,
+    Consistency,
 )

@@ -19,10 +19,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..callbacks import Callback, HooksOnly
+import torch
+import torch.distributed as dist
+
+from ..callbacks import Callback
 from ..errors import ConfigError
 from ..feature import Feature, Run
-from ..hooks import Hook, around
+from ..hooks import hooked
 from ..targets import INITIALIZE
 from ..utils import device_name, gather, most_microbatches
 
@@ -51,8 +54,6 @@ def facts(
         plan: hash and size of the schedule; None without one.
         megatrons_flags: those of Megatron and the training script, as ``flags``.
     """
-    import torch
-
     from megatron_ext import __version__
 
     environment = {
@@ -85,7 +86,9 @@ def _sources() -> str:
 class Consistency(Feature):
     """Compares all ranks of a run with our flags."""
 
-    def check_model(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
+        if not run.library:
+            return  # by a store, as soon as there is one
         from ..flags import given
 
         mine = facts(given(run.args, compared=True), None, run.version)
@@ -94,19 +97,23 @@ class Consistency(Feature):
             raise ConfigError(problem)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        import torch.distributed as dist
-
         from ..flags import given
 
         if run.library or set(given(run.args).values()) <= {"off"}:
             return ()  # a library's models are compared one by one, over their pipelines
+        self._run = run
         if dist.is_initialized():
             agree(run)
-            return ()
-        if run.training:
-            return (HooksOnly((_hook(run),)),)
         # Without the training package the process group is made by code that we do not know.
-        return ()
+        return (self,) if run.training and not dist.is_initialized() else ()
+
+    @hooked(INITIALIZE, "ranks with other flags or packages would hang or train on other data")
+    def _initialize_distributed(
+        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(*args, **kwargs)
+        agree(self._run)
+        return result
 
 
 def agree(run: Run) -> None:
@@ -119,26 +126,13 @@ def agree(run: Run) -> None:
 
     flags = given(run.args, compared=True)
     # With an estimate the ranks must agree on a device before they can have one plan.
-    plan = _plan_of(run) if run.settle is None else None
-    require_agreement(facts(flags, plan, run.version, run.stock_flags))
-    if run.settle is not None:
-        run.settle(first_ranks(device_name()))
+    settle = run.settle
+    plan = _plan_of(run) if settle is None else None
+    device = "" if settle is None else device_name()
+    device = require_agreement(facts(flags, plan, run.version, run.stock_flags), device)
+    if settle is not None:
+        settle(device)
         require_agreement({"the plan": str(_plan_of(run))})
-
-
-def _hook(run: Run) -> Hook:
-    """Compares as soon as Megatron has created the process group."""
-
-    def initialize_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        agree(run)
-        return result
-
-    return Hook(
-        INITIALIZE,
-        around(initialize_distributed),
-        "ranks with other flags or packages would hang or train on other data",
-    )
 
 
 def _plan_of(run: Run) -> str | None:
@@ -147,73 +141,43 @@ def _plan_of(run: Run) -> str | None:
     if schedule is None:
         return None
     pp, microbatches = args.pipeline_model_parallel_size, most_microbatches(args)
-    link = None if schedule.offload is None else schedule.offload.link(pp)
-    plan = schedule.plan(microbatches, link)
+    plan = schedule.first(microbatches)
     size = f"pp={pp}, {run.chunks} chunks, {microbatches} microbatches"
     return f"{plan.name} {plan.fingerprint()} ({size})"
 
 
-def first_ranks(value: str) -> str:
-    """Rank 0's ``value``; all ranks of the process group call this.
-
-    Raises:
-        ConfigError: rank 0 does not give it in time.
-    """
-    import torch.distributed as dist
-
-    global _rounds
-    _rounds += 1
-    if dist.get_world_size() == 1:
-        return value
-    store, seconds = _store(), _seconds()
-    if dist.get_rank() == 0:
-        store.set("value", value)
-        return value
-    if not _wait(store, ["value"], seconds):
-        raise ConfigError(_silent([0], seconds, {}))
-    return str(store.get("value").decode())
-
-
-def _store() -> Any:
-    """The process group's, for the present round alone."""
-    import torch.distributed as dist
-
-    default = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"megatron_ext/agreement/{_rounds}", default)
-
-
-def _seconds() -> float:
-    return float(os.environ.get(WAIT_ENVIRONMENT, WAIT_SECONDS))
-
-
-def require_agreement(mine: Mapping[str, str]) -> None:
+def require_agreement(mine: Mapping[str, str], value: str = "") -> str:
     """Compare ``mine`` over all ranks of the process group; all of them call this.
+
+    Returns:
+        Rank 0's ``value``.
 
     Raises:
         ConfigError: on every rank that came here: a rank differs, or did not come.
     """
-    import torch.distributed as dist
-
     global _rounds
     world, rank = dist.get_world_size(), dist.get_rank()
     _rounds += 1
     if world == 1:
-        return
-    store, seconds = _store(), _seconds()
+        return value
+    default = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"megatron_ext/agreement/{_rounds}", default)  # of this round alone
+    seconds = float(os.environ.get(WAIT_ENVIRONMENT, WAIT_SECONDS))
     store.set(f"facts/{rank}", json.dumps(dict(mine)))
     if rank == 0:
         verdict, there = _judge(store, world, seconds)
-        store.set("verdict", verdict)
+        store.set("verdict", json.dumps((verdict, value)))
         if verdict:
             _wait(store, [f"read/{r}" for r in there if r], _READ_SECONDS)
     else:
         # Rank 0 may itself wait for as long for another rank.
         if not _wait(store, ["verdict"], 2 * seconds):
             raise ConfigError(_silent([0], seconds, mine))
-        verdict = store.get("verdict").decode()
+        verdict, value = json.loads(store.get("verdict"))
         store.set(f"read/{rank}", "1")
     if verdict:
         raise ConfigError(verdict)
+    return value
 
 
 def _judge(store: Any, world: int, seconds: float) -> tuple[str, list[int]]:

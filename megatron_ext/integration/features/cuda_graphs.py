@@ -12,7 +12,6 @@ copied out of the pool.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from ..arguments import MegatronArgs
 from ..callbacks import Callback, Step
 from ..errors import ConfigError
 from ..feature import Conflict, Feature, Run, require_no_conflict
-from ..hooks import Hook
+from ..hooks import hooked
 from ..targets import GRAPH_ORDER
 
 LOCAL, TRANSFORMER_ENGINE, WHOLE = "local", "transformer_engine", "full_iteration"
@@ -83,26 +82,9 @@ class CudaGraphs(Feature):
     )
 
     def check(self, run: Run) -> None:
-        if run.library or run.request is None:
-            return  # a library's are those of its models
-        self._require_possible(run)
-
-    def check_model(self, run: Run) -> None:
-        if run.request is not None:
-            self._require_possible(run)
-
-    def start(self, run: Run) -> Sequence[Callback]:
-        found = implementation(run.args)
-        if found is None or run.request is None or run.pipeline is None:
-            return ()
-        run.pipeline.messages = replace(run.pipeline.messages, buffers=True)
-        return (_Local() if found[0] == LOCAL else _TransformerEngine(),)
-
-    def _require_possible(self, run: Run) -> None:
         found, request = implementation(run.args), run.request
-        if found is None:
+        if found is None or request is None:
             return
-        assert request is not None
         kind, flag = found
         refused = f"--pp-schedule {request.name} does not support {flag}: "
         if kind == WHOLE:
@@ -135,9 +117,15 @@ class CudaGraphs(Feature):
             )
         require_no_conflict(run.args, self.conflicts, {"": flag})
 
-
-class _Graphs(Callback):
-    """What both kinds need."""
+    def start(self, run: Run) -> Sequence[Callback]:
+        found = implementation(run.args)
+        if found is None or run.request is None or run.pipeline is None:
+            return ()
+        run.pipeline.messages = replace(run.pipeline.messages, buffers=True)
+        self._local = found[0] == LOCAL
+        self._deallocates: bool | None = None  # as the configuration has it outside of a call
+        self._orders: dict[tuple[int, int], list[int]] = {}  # by microbatches and chunks
+        return (self,)
 
     def begin(self, step: Step) -> None:
         if step.call.shape is None:
@@ -145,31 +133,27 @@ class _Graphs(Callback):
                 "CUDA graphs are captured for one shape, and this call's messages have several; "
                 "set --cuda-graph-impl none, or keep sequences at one length"
             )
-
-
-class _Local(_Graphs):
-    """Lets Megatron capture at the end of the first step, as its own schedule functions do."""
-
-    def __init__(self) -> None:
-        self._deallocates: bool | None = None  # as the configuration has it outside of a call
-
-    def begin(self, step: Step) -> None:
-        super().begin(step)
-        config = step.call.iteration.config
-        self._deallocates = config.deallocate_pipeline_outputs
-        # A layer's output is a view while it is recorded and then the graph's own tensor. Megatron
-        # refuses to free the one (fixed after 0.20.0, NVIDIA/Megatron-LM#6168), and the other is
-        # in the pool, which gives nothing back.
-        config.deallocate_pipeline_outputs = False
+        if self._local:
+            config = step.call.iteration.config
+            self._deallocates = config.deallocate_pipeline_outputs
+            # A layer's output is a view while it is recorded and then the graph's own tensor.
+            # Megatron refuses to free the one (fixed after 0.20.0, NVIDIA/Megatron-LM#6168), and
+            # the other is in the pool, which gives nothing back.
+            config.deallocate_pipeline_outputs = False
+        elif step.training:
+            key = step.plan.microbatches, step.plan.chunks
+            if key not in self._orders:
+                self._orders[key] = capture_order(step.plan, step.rank)
 
     def dropped(self, step: Step, failed: bool) -> None:
         self._restore(step)
 
     def returning(self, step: Step) -> None:
-        from megatron.core.transformer import cuda_graphs
-
+        """Let Megatron capture at the end of the first step, as its own schedule functions do."""
         self._restore(step)
-        if step.call.iteration.config.cuda_graph_impl == LOCAL:
+        if self._local and step.call.iteration.config.cuda_graph_impl == LOCAL:
+            from megatron.core.transformer import cuda_graphs
+
             cuda_graphs.create_cudagraphs()
 
     def _restore(self, step: Step) -> None:
@@ -177,39 +161,23 @@ class _Local(_Graphs):
             step.call.iteration.config.deallocate_pipeline_outputs = self._deallocates
             self._deallocates = None
 
-
-class _TransformerEngine(_Graphs):
-    """Gives Megatron the order of our schedule to capture in."""
-
-    def __init__(self) -> None:
-        self._orders: dict[tuple[int, int], list[int]] = {}  # by microbatches and chunks
-
-    def begin(self, step: Step) -> None:
-        super().begin(step)
-        if step.training:
-            key = step.plan.microbatches, step.plan.chunks
-            if key not in self._orders:
-                self._orders[key] = capture_order(step.plan, step.rank)
-
-    def hooks(self) -> Sequence[Hook]:
-        return (
-            Hook(
-                GRAPH_ORDER, self._ours, "graphs would be captured in the order of stock's schedule"
-            ),
-        )
-
-    def _ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def convert_schedule_table_to_order(
-            num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[Any]
-        ) -> list[int]:
-            microbatches = len(schedule_table) // num_model_chunks
-            order = self._orders.get((microbatches, num_model_chunks))
-            if order is None:
-                raise ConfigError(
-                    f"CUDA graphs are to be captured for {microbatches} microbatches in "
-                    f"{num_model_chunks} model chunks, of which no step has been trained yet"
-                )
-            return list(order)
-
-        return convert_schedule_table_to_order
+    @hooked(
+        GRAPH_ORDER,
+        "graphs would be captured in the order of stock's schedule",
+        when=lambda self: not self._local,
+    )
+    def _ours(
+        self,
+        original: Callable[..., Any],
+        num_warmup_microbatches: int,
+        num_model_chunks: int,
+        schedule_table: Sequence[Any],
+    ) -> list[int]:
+        microbatches = len(schedule_table) // num_model_chunks
+        order = self._orders.get((microbatches, num_model_chunks))
+        if order is None:
+            raise ConfigError(
+                f"CUDA graphs are to be captured for {microbatches} microbatches in "
+                f"{num_model_chunks} model chunks, of which no step has been trained yet"
+            )
+        return list(order)

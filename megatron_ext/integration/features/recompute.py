@@ -8,7 +8,6 @@ here is how our flag asks for it, and the same for every other MLP, which Megatr
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,15 +15,25 @@ from typing import Any
 import torch
 
 from ..arguments import MegatronArgs
-from ..callbacks import Callback, HooksOnly
-from ..errors import ConfigError
-from ..feature import Feature, Flag, Run
-from ..hooks import Hook, around
+from ..callbacks import Callback
+from ..feature import Conflict, Feature, Flag, Run, require_no_conflict
+from ..hooks import hooked
 from ..targets import CHECKPOINT_INIT, MLP_FORWARD
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--pp-cheap-recompute"
+
+
+_ONE = "drop one of them"
+_FULL = f"it belongs to --recompute-granularity full, and this recomputes parts of layers; {_ONE}"
+_OF_FULL = ("recompute-method", "recompute-num-layers", "distribute-saved-activations")
+
+
+class _Whole(Conflict):
+    def found(self, args: MegatronArgs) -> str | None:
+        # The short form of selective recompute wins in Megatron too.
+        return None if args.recompute_activations else super().found(args)
 
 
 class Recompute(Feature):
@@ -41,14 +50,83 @@ class Recompute(Feature):
         ),
     )
 
+    conflicts = (
+        _Whole("--recompute-granularity", f"it recomputes whole layers; {_ONE}", values=("full",)),
+        *(Conflict(f"--{name}", _FULL) for name in _OF_FULL),
+        Conflict(
+            "--use-transformer-engine-op-fuser",
+            "it fuses norm, linear layers and activation function into one, with nothing between "
+            f"them to discard; {_ONE}",
+        ),
+        Conflict(
+            "--fp8-recipe",
+            "recomputing would count a tensor twice in its scaling history; use another recipe, "
+            "e.g. blockwise",
+            values=("delayed",),  # Megatron's default
+            beside="--fp8-format",
+        ),
+    )
+
     def check(self, run: Run) -> None:
         if run.args.pp_cheap_recompute:
             ask_megatron(run.args)
 
+    # Inside MoE layers' experts, too. Those of ours, in chunks, have passes of their own that
+    # Megatron's recomputation refuses to run in; ``--moe-memory-reuse`` is for them.
+    _experts = True
+
     def start(self, run: Run) -> Sequence[Callback]:
-        if not run.args.pp_cheap_recompute:
-            return ()
-        return (HooksOnly(hooks(experts=not run.experts_in_chunks)),)
+        self._experts = not run.experts_in_chunks
+        return (self,) if run.args.pp_cheap_recompute else ()
+
+    @hooked(MLP_FORWARD, "the activation function's output would be kept")
+    def _mlp_forward(
+        self,
+        original: Callable[..., Any],
+        mlp: Any,
+        hidden_states: torch.Tensor,
+        per_token_scale: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        # Only an expert's output is scaled by its router's probabilities.
+        kept = per_token_scale is not None and not self._experts
+        if kept or not _pays(mlp, per_token_scale):
+            return original(mlp, hidden_states, per_token_scale, **kwargs)
+        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+        if mlp.config.fp8 or mlp.config.fp4:
+            from megatron.core.extensions.transformer_engine import set_save_original_input
+
+            # It would keep a quantised copy, and discarding the original would free nothing.
+            set_save_original_input(mlp.linear_fc2)
+
+        def activation(x: torch.Tensor, bias: Any, scale: Any) -> torch.Tensor:
+            between: torch.Tensor = original(_Between(mlp, bias), x, scale)[0]
+            return between
+
+        x, bias = mlp.linear_fc1(hidden_states)
+        recompute = CheckpointWithoutOutput()
+        y, output_bias = mlp.linear_fc2(recompute.checkpoint(activation, x, bias, per_token_scale))
+        # The gradient of y comes before fc2's backward, which is the first to need its input. That
+        # input is never discarded again, so a W pass finds it too, however late.
+        recompute.discard_output_and_register_recompute(y)
+        return y, output_bias
+
+    @hooked(
+        CHECKPOINT_INIT,
+        "recompute would ask Transformer Engine, which is missing, for its FP8 state",
+        when=lambda self: not _has_transformer_engine(),
+    )
+    def _without_fp8(
+        self,
+        original: Callable[..., None],
+        checkpoint: Any,
+        fp8: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        # Megatron tests for None, but its own default is False, which so means True.
+        original(checkpoint, fp8 or None, *args, **kwargs)
 
 
 def ask_megatron(args: MegatronArgs) -> None:
@@ -60,37 +138,12 @@ def ask_megatron(args: MegatronArgs) -> None:
     Raises:
         ConfigError: the recompute that the user asks for, or FP8's recipe, excludes this one.
     """
-    granularity = args.recompute_granularity
-    if args.recompute_activations:
-        granularity = "selective"  # the short form wins in Megatron too
-    if granularity == "full":
-        raise ConfigError(
-            f"{FLAG} has nothing to do under --recompute-granularity full, which recomputes whole "
-            "layers; drop one of them"
-        )
-    for attribute in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
-        value = getattr(args, attribute)
-        if value:
-            raise ConfigError(
-                f"{FLAG} recomputes parts of every layer, but --{attribute.replace('_', '-')} "
-                f"(set to {value}) belongs to --recompute-granularity full; drop one of them"
-            )
-    # Before core_v0.18 Megatron lacks it.
-    if getattr(args, "use_transformer_engine_op_fuser", False):
-        raise ConfigError(
-            f"{FLAG} does not support --use-transformer-engine-op-fuser: it fuses norm, linear "
-            "layers and activation function into one, with nothing between them to discard; drop "
-            "one of them"
-        )
-    if args.fp8 and args.fp8_recipe == "delayed":
-        raise ConfigError(
-            f"{FLAG} does not support --fp8-recipe delayed (Megatron's default): recomputing would "
-            "count a tensor twice in its scaling history; use another recipe, e.g. blockwise"
-        )
+    require_no_conflict(args, Recompute.conflicts, {"": FLAG})
     modules = args.recompute_modules
     if modules is None:
         # What Megatron would take for itself, which --recompute-activations stands for.
-        modules = ["core_attn"] if granularity == "selective" else []
+        selective = args.recompute_activations or args.recompute_granularity == "selective"
+        modules = ["core_attn"] if selective else []
     grouped = args.num_experts and args.moe_grouped_gemm
     # Within "moe" the whole layer is recomputed, and its activation function with it.
     wanted = ["layernorm", *(["moe_act"] if grouped and "moe" not in modules else [])]
@@ -104,70 +157,10 @@ def ask_megatron(args: MegatronArgs) -> None:
         )
 
 
-def hooks(experts: bool = True) -> tuple[Hook, ...]:
-    """Hooks for what Megatron's own recompute does not cover.
-
-    Args:
-        experts: also inside MoE layers' experts. Those of ours, in chunks, have passes of their own
-            that Megatron's recomputation refuses to run in; ``--moe-memory-reuse`` is for them.
-    """
+def _has_transformer_engine() -> bool:
     from megatron.core.tensor_parallel import random
 
-    found = [
-        Hook(
-            MLP_FORWARD,
-            functools.partial(_mlp_forward, experts=experts),
-            "the activation function's output would be kept",
-        )
-    ]
-    if not random.HAVE_TE:
-        found.append(
-            Hook(
-                CHECKPOINT_INIT,
-                around(_without_fp8),
-                "recompute would ask Transformer Engine, which is missing, for its FP8 state",
-            )
-        )
-    return tuple(found)
-
-
-def _without_fp8(
-    original: Callable[..., None], self: Any, fp8: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    # Megatron tests for None, but its own default is False, which so means True.
-    original(self, fp8 or None, *args, **kwargs)
-
-
-def _mlp_forward(original: Callable[..., Any], experts: bool) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(
-        self: Any, hidden_states: torch.Tensor, per_token_scale: Any = None, **kwargs: Any
-    ) -> Any:
-        # Only an expert's output is scaled by its router's probabilities.
-        kept = per_token_scale is not None and not experts
-        if kept or not _pays(self, per_token_scale):
-            return original(self, hidden_states, per_token_scale, **kwargs)
-        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-
-        if self.config.fp8 or self.config.fp4:
-            from megatron.core.extensions.transformer_engine import set_save_original_input
-
-            # It would keep a quantised copy, and discarding the original would free nothing.
-            set_save_original_input(self.linear_fc2)
-
-        def activation(x: torch.Tensor, bias: Any, scale: Any) -> torch.Tensor:
-            between: torch.Tensor = original(_Between(self, bias), x, scale)[0]
-            return between
-
-        x, bias = self.linear_fc1(hidden_states)
-        recompute = CheckpointWithoutOutput()
-        y, output_bias = self.linear_fc2(recompute.checkpoint(activation, x, bias, per_token_scale))
-        # The gradient of y comes before fc2's backward, which is the first to need its input. That
-        # input is never discarded again, so a W pass finds it too, however late.
-        recompute.discard_output_and_register_recompute(y)
-        return y, output_bias
-
-    return forward
+    return bool(random.HAVE_TE)
 
 
 def _pays(mlp: Any, per_token_scale: Any) -> bool:

@@ -395,7 +395,7 @@ def refusals(case: dict[str, Any]) -> dict[str, Any]:
     handler = logging.StreamHandler(log)
     logging.getLogger("megatron_ext").addHandler(handler)
     enable("zb-h1")
-    sys.modules["megatron_ext.integration.install"]._current.warn_if_unused()  # as at the end
+    sys.modules["megatron_ext.integration.entry_point"]._current.warn_if_unused()  # as at the end
     out["unused"] = log.getvalue()
     out["no_pipeline"] = error_of(
         lambda: parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)

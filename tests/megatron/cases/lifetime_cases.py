@@ -49,6 +49,7 @@ from tests.support.stand_ins import megatron_args  # noqa: E402
 
 # The package has a function of this name.
 install: Any = importlib.import_module("megatron_ext.integration.install")
+entry_point: Any = importlib.import_module("megatron_ext.integration.entry_point")
 library: Any = importlib.import_module("megatron_ext.integration.library")
 
 EXPERTS = {
@@ -234,7 +235,7 @@ def _state(models: list[Any]) -> dict[str, str]:
 
 def by_flags(flags: dict[str, Any]) -> None:
     """Megatron's arguments ask for it, as its validation finds them."""
-    installation = install._start({})
+    installation = entry_point.opened(install.Installation)
     args = megatron_args(
         pipeline_model_parallel_size=2,
         distributed_timeout_minutes=1,

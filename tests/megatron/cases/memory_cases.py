@@ -162,7 +162,9 @@ def run(name: str) -> dict[str, Any]:
     job = job_of(read(tokens(name))[0])
     store = WeightGradStore()
     hooks = Hooks(megatron_version())
-    hooks.apply([*wgrad.hooks(store), *(recompute.hooks() if job.cheap_recompute else ())])
+    hooks.apply(
+        [*wgrad.hooks(store), *(recompute.Recompute().hooks() if job.cheap_recompute else ())]
+    )
     MTPLossLoggingHelper.tracker = {}  # of a former model's depths
     model = model_of(job)
     counts: Counter[str] = Counter()

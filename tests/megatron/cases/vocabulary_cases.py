@@ -28,10 +28,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
-from megatron_ext.checkpoints.layout import Layout  # noqa: E402
 from megatron_ext.integration.errors import ConfigError  # noqa: E402
 from megatron_ext.integration.feature import Run  # noqa: E402
-from megatron_ext.integration.features.checkpoint.hooks import Checkpoints  # noqa: E402
+from megatron_ext.integration.features.checkpoint import Checkpoint  # noqa: E402
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
 from megatron_ext.integration.features.vocabulary import ends  # noqa: E402
 from megatron_ext.integration.features.vocabulary import model as vocabulary  # noqa: E402
@@ -321,7 +320,7 @@ class Job:
 
     def uncovered(self) -> list[str]:
         """Parameters that a checkpoint would not fill."""
-        checkpoints = Checkpoints("a schedule", Layout.of(megatron_args()))
+        checkpoints = Checkpoint()
         checkpoints._chunks = self.models
         return checkpoints._uncovered(self.state(True))
 

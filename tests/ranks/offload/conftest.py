@@ -19,6 +19,7 @@ def make_engine() -> Iterator[Callable[..., Any]]:
     from megatron_ext.offload.arena import HostArena
     from megatron_ext.offload.engine import Engine
     from megatron_ext.prove.faulty_device import FaultyDevice
+    from tests.support.leaky_engine import leave_out
 
     engines = []
 
@@ -33,7 +34,9 @@ def make_engine() -> Iterator[Callable[..., Any]]:
     ) -> Any:
         on = device_class(**device)
         arena = HostArena(on.torch_device, arena_bytes, expected_sets)
-        engines.append(Engine(on, arena, policy, link_lock, skip_edges))
+        engines.append(Engine(on, arena, policy, link_lock))
+        if skip_edges:
+            leave_out(engines[-1], skip_edges)
         return engines[-1]
 
     yield make

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ext.integration.saved_parameters import parameter_of
 from megatron_ext.offload import device
 from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.engine import FileLinkLock
@@ -135,7 +136,7 @@ def test_random_steps_are_exact(make_engine, tmp_path, policy):
     )
     wgrad = WeightGradStore()
     plain = Chunk(wgrad, lambda weight: weight, seed=0)
-    moved = Chunk(wgrad, lambda weight: store.parameter(weight), seed=0)
+    moved = Chunk(wgrad, parameter_of, seed=0)
     store = ActivationStore(engine, moved.parameters, min_bytes=64)
     capacity = 0
     for step in range(STEPS):

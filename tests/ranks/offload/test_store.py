@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ext.integration.saved_parameters import parameter_of
 from megatron_ext.offload.blocks import form_of
 
 from .store_trips import (
@@ -191,8 +192,8 @@ class SavesWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        ctx.seen.append(ctx.store.parameter(weight))
-        ctx.seen.append(ctx.store.parameter(x))
+        ctx.seen.append(parameter_of(weight))
+        ctx.seen.append(parameter_of(x))
         return grad @ weight, grad.t() @ x, None, None
 
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
 
 from ....plan.moe_conflicts import CONFLICTS
-from ...callbacks import Callback, HooksOnly
+from ....schedule.effects import peak_calls, peak_sets
+from ...callbacks import Callback
 from ...feature import Feature, Flag, Needs, Run
-from ...utils import file_contents, most_microbatches
+from ...hooks import hooked
+from ...targets import PARALLEL_STATE, STEPS
+from ...utils import chunks_of, file_contents, most_microbatches
+from . import queues
+from .choice import ChosenMoE
+from .flags import FLAGS, MoERequest, check_budget, stock_sets
+from .host import HostArenas
+from .layer import FixedPolicy, PipelinedMoE
 
 logger = logging.getLogger(__name__)
 
 CHUNKS = ("off", "auto", "1", "2", "4", "8")
 STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4", "auto")
-FLAGS = (
-    "--moe-pipeline-chunks",
-    "--moe-memory-reuse",
-    "--moe-memory-budget",
-    "--moe-pipeline-costs",
-    "--moe-memory-host-budget",
-)
 _ON = Needs({FLAGS[0]: ()}, f"{FLAGS[0]} 2 (1 is the whole batch at once)")
 _CHOOSES = Needs(
     {FLAGS[0]: ("auto",), FLAGS[1]: ("auto",)},
@@ -82,42 +87,28 @@ class MoE(Feature):
     )
     conflicts = CONFLICTS
 
-    def check(self, run: Run) -> None:
-        from .flags import MoERequest
-
+    def check_flags(self, run: Run) -> None:
         request = MoERequest.of(run.args)
         if request is not None:
-            if not run.library:  # there each layer is checked by its own configuration
-                request.check(run.args, _splits(run))
             run.experts_in_chunks = not request.stock
             if request.chunks != "1":
-                from .queues import set_default
+                queues.set_default()
 
-                set_default()
+    def check(self, run: Run) -> None:
+        request = MoERequest.of(run.args)
+        if request is not None and not run.library:  # there each layer is checked by its own
+            request.check(run.args, _splits(run))
 
     def validating(self, run: Run) -> AbstractContextManager[None]:
-        from .flags import MoERequest
-        from .queues import one_queue, without_demand
-
         request = MoERequest.of(run.args)
-        if request is None or request.chunks == "1" or one_queue():
+        if request is None or request.chunks == "1" or queues.one_queue():
             return nullcontext()
-        return without_demand(run.args.rank)
+        return queues.without_demand(run.args.rank)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        from .flags import MoERequest
-
         request, schedule = MoERequest.of(run.args), run.schedule
         if request is None:
             return ()
-        from ....moe.plan import LayerPlan
-        from ....schedule.effects import peak_calls, peak_sets
-        from . import queues
-        from .choice import ChosenMoE
-        from .flags import check_budget
-        from .host import HostArenas
-        from .in_flight import stock_sets
-        from .layer import FixedPolicy, PipelinedMoE, dense_hooks
 
         def most(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
             if schedule is None:
@@ -128,7 +119,7 @@ class MoE(Feature):
         sets, calls = functools.partial(most, peak_sets), functools.partial(most, peak_calls)
 
         if not request.chooses:
-            policy = FixedPolicy(LayerPlan.of(int(request.chunks), request.strategy))
+            policy = FixedPolicy(request.plan)
         else:
             if request.budget_bytes is not None:
                 check_budget(run.args, request.space(), request.budget_bytes, sets)
@@ -144,11 +135,47 @@ class MoE(Feature):
             step = 0 if run.library else most_microbatches(run.args)
             strategies, budget = request.copying(), request.host_bytes
             callbacks.append(HostArenas(layers, policy, strategies, calls, budget, step))
-        if not request.stock:
-            callbacks.append(HooksOnly((queues.priority_hook(),)))
-        if run.library:
-            callbacks.append(HooksOnly(dense_hooks(f"{FLAGS[0]} {request.chunks}")))
-        return callbacks
+        self._request, self._library, self._said = request, run.library, False
+        return (*callbacks, self)
+
+    @hooked(
+        PARALLEL_STATE,
+        "messages of MoE chunks would wait for the experts' kernels",
+        when=lambda self: not self._request.stock,
+    )
+    def _with_priority(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Messages of experts go on a stream of high priority.
+
+        Transformer Engine runs grouped products on streams of priority -1; a message of priority 0
+        would wait until no block of theirs is pending.
+        """
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        # Megatron makes options of NCCL for these groups, whatever the backend is.
+        if given.get("expert_model_parallel_size", 1) > 1 and queues.nccl():
+            groups = given.get("high_priority_stream_groups") or []
+            given["high_priority_stream_groups"] = [*groups, *({"ep"} - set(groups))]
+        return original(**given)  # by name: what it wraps may replace one of them
+
+    @hooked(
+        STEPS,
+        "a flag for MoE layers would have no effect on a dense model, silently",
+        when=lambda self: self._library,
+    )
+    def _of_any_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Say once that the flag has no effect on a model without experts; others may come."""
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(chunks_of(kwargs["model"])[0])
+        if not self._said and not getattr(config, "num_moe_experts", None):
+            self._said = True
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "%s %s has no effect on a model without MoE layers (num_moe_experts is not "
+                    "set), which is trained as it is; drop it if no other model comes",
+                    FLAGS[0],
+                    self._request.chunks,
+                )
+        return original(*args, **kwargs)
 
 
 def _pp(run: Run) -> int:

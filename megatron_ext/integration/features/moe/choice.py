@@ -22,8 +22,7 @@ from ....moe.graph import kept_bytes_per_row
 from ....moe.plan import Budget, LayerShape, Strategy
 from ....moe.region import Region
 from .flags import Sets, layer_shape
-from .layer import Execution, FixedPolicy
-from .timing import CallTimer
+from .layer import CallTimer, Execution, FixedPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,23 @@ from typing import Any
 from ...._input import attribute, parse_bytes
 from ....moe import cost_file
 from ....moe.autotune import AUTO, SearchSpace
-from ....moe.plan import Budget, BudgetError, LayerShape, Restore, Strategy
+from ....moe.plan import Budget, BudgetError, LayerPlan, LayerShape, Restore, Strategy
 from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
+from ....schedule.effects import peak_sets
+from ....schedule.generators import generate
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
 from ...utils import most_microbatches
-from . import FLAGS
 from .queues import QUEUE_CHUNKS, one_queue
 
+FLAGS = (
+    "--moe-pipeline-chunks",
+    "--moe-memory-reuse",
+    "--moe-memory-budget",
+    "--moe-pipeline-costs",
+    "--moe-memory-host-budget",
+)
 # (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
 Sets = Callable[[int, int], list[int]]
 
@@ -73,6 +81,11 @@ class MoERequest:
     def chooses(self) -> bool:
         """True where something is left to be chosen."""
         return AUTO in (self.chunks, self.strategy)
+
+    @property
+    def plan(self) -> LayerPlan:
+        """Of every call, where nothing is to be chosen."""
+        return LayerPlan.of(int(self.chunks), self.strategy)
 
     def space(self) -> SearchSpace:
         """What may be chosen. With one hardware queue more chunks than two only save memory."""
@@ -197,3 +210,17 @@ def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets
             f"--moe-memory-budget: {error} ({layers} MoE layers, {in_flight} passes in flight, "
             f"{rows} rows a call if routing is balanced)"
         ) from None
+
+
+def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
+    """Most activation sets of each rank, between their forward and their backward pass, under
+    Megatron's own schedules."""
+    if pp == 1:
+        return [1]
+    if chunks == 1:
+        return [min(pp - rank, microbatches) for rank in range(pp)]
+    try:
+        return peak_sets(generate("interleaved", pp, microbatches, chunks).ranks)
+    except ValueError:  # microbatches in groups that ours do not have
+        warmup = [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
+        return [min(sets, chunks * microbatches) for sets in warmup]

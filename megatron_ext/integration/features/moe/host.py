@@ -19,13 +19,13 @@ from ....moe.plan import Strategy, copied_bytes
 from ....offload.host import Purpose
 from ...callbacks import Callback
 from ...errors import ConfigError
-from ...hooks import Hook
+from ...hooks import hooked
 from ...host_memory import memory_on_hosts, usable_bytes_a_rank
 from ...pipeline import groups_of_call, pipeline_group
-from ...utils import device_of, gather_over
-from . import FLAGS
-from .flags import Sets, layer_shape
-from .layer import FixedPolicy, PipelinedMoE, step_hooks
+from ...targets import STEPS
+from ...utils import chunks_of, device_of, gather_over
+from .flags import FLAGS, Sets, layer_shape
+from .layer import FixedPolicy, PipelinedMoE
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +58,11 @@ class HostArenas(Callback):
         self._rank = self._logged = 0
         atexit.register(self.close)
 
-    def hooks(self) -> Sequence[Hook]:
-        return step_hooks(self._stepping, "host memory would be pinned in the middle of a step")
-
     def close(self) -> None:
         atexit.unregister(self.close)
         self._log_excess("over the run, ")
 
+    @hooked(STEPS, "host memory would be pinned in the middle of a step")
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("forward_only"):
             if not self._logged:
@@ -82,7 +80,7 @@ class HostArenas(Callback):
         if microbatches <= self._settled:
             return
         self._settled, self._rank = microbatches, dist.get_rank()
-        models = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        models = chunks_of(call["model"])
         tokens = call["seq_length"] * call["micro_batch_size"]
         needs, text = self._needs(models, microbatches, tokens)
         collection = call.get("pg_collection")

@@ -10,29 +10,74 @@ Megatron's own forward pass does the same, or is needed, it runs.
 from __future__ import annotations
 
 import functools
-import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ....moe.buffers import Memory
 from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
-from ...hooks import Hook, around
+from ...hooks import Hook, hooked
 from ...targets import MOE_FORWARD, MOE_INIT, STEPS
-from .experts import FlexRegion, Region, checkpoint, region_of
+from .experts import ExpertGradients, FlexRegion, Region, checkpoint, region_of
 from .flags import require_supported
-from .timing import CallTimer
-from .weights import ExpertGradients
-
-logger = logging.getLogger(__name__)
 
 _STAGES = ["route", "expert_compute", "postprocess"]
+
+
+class CallTimer:
+    """Device time of one layer call, forward and backward, read when both are over.
+
+    On a GPU these are events on the streams of the passes, and nothing waits for them.
+
+    Args:
+        hidden: the layer's input.
+    """
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self._cuda, self.tokens = hidden.is_cuda, hidden.numel() // hidden.shape[-1]
+        self._points = list[Any]()
+
+    def _record(self, _: Any = None) -> None:
+        point: Any = time.perf_counter()
+        if self._cuda:
+            point = torch.cuda.Event(enable_timing=True)
+            point.record()
+        self._points.append(point)
+
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's input, to be used in its place."""
+        self._record()
+        hidden = hidden.view_as(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(self._record)
+        return hidden
+
+    def end(self, output: torch.Tensor) -> None:
+        """The layer's output."""
+        self._record()
+        if output.requires_grad:
+            output.register_hook(self._record)
+
+    def ms_per_token(self) -> float | None:
+        """Of forward and backward; None where backward has not run to the input. Waits for the
+        device."""
+        if len(self._points) != 4 or not self.tokens:
+            return None
+        if self._cuda:
+            self._points[-1].synchronize()
+        pairs = list(zip(self._points[::2], self._points[1::2]))
+        milliseconds: float
+        if self._cuda:
+            milliseconds = sum(start.elapsed_time(end) for start, end in pairs)
+        else:
+            milliseconds = 1e3 * sum(end - start for start, end in pairs)
+        return milliseconds / self.tokens
 
 
 class Execution(NamedTuple):
@@ -85,34 +130,6 @@ class FixedPolicy:
         """No call will come."""
 
 
-def step_hooks(step: Callable[..., Any], why: str) -> list[Hook]:
-    """``step`` around every step, under Megatron's schedules and ours; ``why`` as ``Hook``."""
-    return [Hook(target, around(step), why) for target in STEPS]
-
-
-def dense_hooks(flag: str) -> list[Hook]:
-    """Say once that ``flag`` has no effect on a model without experts; others may come."""
-    logged = False
-
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from megatron.core.utils import get_model_config
-
-        nonlocal logged
-        model = kwargs["model"]
-        config = get_model_config(model[0] if isinstance(model, list) else model)
-        if not logged and not getattr(config, "num_moe_experts", None):
-            logged = True
-            if dist.get_rank() == 0:
-                logger.warning(
-                    "%s has no effect on a model without MoE layers (num_moe_experts is not set), "
-                    "which is trained as it is; drop it if no other model comes",
-                    flag,
-                )
-        return original(*args, **kwargs)
-
-    return step_hooks(step, "a flag for MoE layers would have no effect on a dense model, silently")
-
-
 class PipelinedMoE(Callback):
     """Runs the MoE layers of one rank.
 
@@ -136,18 +153,8 @@ class PipelinedMoE(Callback):
             weakref.WeakKeyDictionary()
         )
 
-    def hooks(self) -> tuple[Hook, ...]:
-        return (
-            *(
-                step_hooks(self._stepping, "MoE layers would not know where a step begins")
-                if self._policy.steps
-                else ()
-            ),
-            Hook(MOE_FORWARD, self._chunked, "MoE layers would run unchunked"),
-            Hook(MOE_INIT, self._noted, "what MoE layers keep together would be unknown"),
-            *self._weights.hooks(),
-            *saved_parameters.hooks(saved_parameters.parameter_of),
-        )
+    def hooks(self) -> Sequence[Hook]:
+        return (*super().hooks(), *self._weights.hooks(), *saved_parameters.hooks())
 
     def close(self) -> None:
         self._policy.close()
@@ -163,48 +170,46 @@ class PipelinedMoE(Callback):
             self.memory = Memory.on(device, **self._options)
         return self.memory
 
+    @hooked(
+        STEPS,
+        "MoE layers would not know where a step begins",
+        when=lambda self: self._policy.steps,
+    )
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._policy.begin_step(kwargs["num_microbatches"])
         return original(*args, **kwargs)
 
-    def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        policy, ours = self._policy, self
+    @hooked(MOE_INIT, "what MoE layers keep together would be unknown")
+    def _noted(self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+        original(layer, *args, **kwargs)
+        self._require(layer.config)
+        self._policy.built(layer)
 
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            ours._require(self.config)
-            policy.built(self)
-
-        return __init__
-
-    def _chunked(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward(
-            self: Any,
-            hidden_states: torch.Tensor,
-            intermediate_tensors: Any = None,
-            padding_mask: torch.Tensor | None = None,
-        ) -> Any:
-            if intermediate_tensors is not None or _needs_stock(self):
-                return original(self, hidden_states, intermediate_tensors, padding_mask)
-            region = functools.partial(ours._region, self, hidden_states.device)
-            execution = ours._policy.begin(self, hidden_states, region)
-            if execution.changed and ours.memory is not None:
-                ours.memory.ring.clear()
-            timer = execution.timer
-            if timer is not None:
-                hidden_states = timer.begin(hidden_states)
-            if execution.stock:
-                result = original(self, hidden_states, None, padding_mask)
-            else:
-                result = ours.forward(self, hidden_states, padding_mask, execution.policy)
-            if timer is not None:
-                timer.end(result[0])
-            return result
-
-        ours = self
-        return forward
+    @hooked(MOE_FORWARD, "MoE layers would run unchunked")
+    def _chunked(
+        self,
+        original: Callable[..., Any],
+        layer: Any,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> Any:
+        if intermediate_tensors is not None or _needs_stock(layer):
+            return original(layer, hidden_states, intermediate_tensors, padding_mask)
+        region = functools.partial(self._region, layer, hidden_states.device)
+        execution = self._policy.begin(layer, hidden_states, region)
+        if execution.changed and self.memory is not None:
+            self.memory.ring.clear()
+        timer = execution.timer
+        if timer is not None:
+            hidden_states = timer.begin(hidden_states)
+        if execution.stock:
+            result = original(layer, hidden_states, None, padding_mask)
+        else:
+            result = self.forward(layer, hidden_states, padding_mask, execution.policy)
+        if timer is not None:
+            timer.end(result[0])
+        return result
 
     def forward(
         self,

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
 import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...hooks import Hook
-from ...targets import PARALLEL_STATE
 from ...undo import set_environment
 
 logger = logging.getLogger(__name__)
@@ -81,32 +77,6 @@ def without_demand(rank: int) -> Iterator[None]:
         logger.warning(_NOT_DEMANDED, os.environ.get(CONNECTIONS, "8 (unset)"))
 
 
-def priority_hook() -> Hook:
-    """Messages of experts go on a stream of high priority.
-
-    Transformer Engine runs grouped products on streams of priority -1; a message of priority 0
-    would wait until no block of theirs is pending.
-    """
-    return Hook(
-        PARALLEL_STATE, _with_priority, "messages of MoE chunks would wait for the experts' kernels"
-    )
-
-
-def _with_priority(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        # Megatron makes options of NCCL for these groups, whatever the backend is.
-        if given.get("expert_model_parallel_size", 1) > 1 and _nccl():
-            groups = given.get("high_priority_stream_groups") or []
-            given["high_priority_stream_groups"] = [*groups, *({"ep"} - set(groups))]
-        return original(**given)  # by name: what it wraps may replace one of them
-
-    return initialize_model_parallel
-
-
-def _nccl() -> bool:
+def nccl() -> bool:
+    """True if process groups are NCCL's."""
     return dist.is_nccl_available() and dist.get_backend() != "gloo"

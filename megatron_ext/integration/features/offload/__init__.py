@@ -56,7 +56,7 @@ class Offload(Feature):
         ),
     )
 
-    def check(self, run: Run) -> None:
+    def check_flags(self, run: Run) -> None:
         policy = run.args.pp_offload_policy
         if policy is None or run.request is None:
             return

@@ -69,7 +69,7 @@ class Offloading(Callback):
     # --- events ---
 
     def hooks(self) -> Sequence[Hook]:
-        return saved_parameters.hooks(_parameter)  # once for all models
+        return saved_parameters.hooks()  # once for all models
 
     def before_plan(self, step: Step) -> None:
         """The first time, measure the link and agree on the transfer policy.
@@ -109,8 +109,6 @@ class Offloading(Callback):
         if not step.training:
             return
         plan, rank = step.plan, step.rank
-        self._leave_step()
-        _stepping.append(self)
         self._saved.clear()
         if self._plan is None or plan is not self._plan[0]:
             self._plan = (
@@ -150,7 +148,6 @@ class Offloading(Callback):
         if not step.training:
             return
         assert self._sets is not None
-        self._leave_step()
         self._sets.store.end_step()
         self._steps += 1
         if self._steps == 1 and not self._assumed:
@@ -170,12 +167,10 @@ class Offloading(Callback):
         self._assumed = False
 
     def dropped(self, step: Step, failed: bool) -> None:
-        self._leave_step()
         if self._sets is not None:
             self._sets.store.clear()
 
     def close(self) -> None:
-        self._leave_step()
         if self._sets is not None:
             self._sets.close()
             self._sets = None
@@ -219,14 +214,6 @@ class Offloading(Callback):
             yield
         self._saved.add(key)
 
-    def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The parameter that a tensor from autograd is, or itself."""
-        return tensor if self._sets is None else self._sets.store.parameter(tensor)
-
-    def _leave_step(self) -> None:
-        if self in _stepping:
-            _stepping.remove(self)
-
     def _set_bytes(self) -> dict[int, int]:
         """By model chunk, device bytes of a set from F to B if it is not offloaded."""
         assert self._sets is not None
@@ -268,12 +255,3 @@ class Offloading(Callback):
             f"takes so much of its chunk's F+B+W each way "
             f"({'assumed' if self._assumed else 'known'}): --pp-offload-time {link.text}"
         )
-
-
-# Whose steps are being run, the innermost last.
-_stepping: list[Offloading] = []
-
-
-def _parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter of the model in training that a tensor from autograd is, or itself."""
-    return _stepping[-1].parameter(tensor) if _stepping else tensor

@@ -1,11 +1,34 @@
-"""``--pp-post-validation``: the optimizer steps before the gradient norm of all ranks is known."""
+"""Optimizer post-validation: a rank's step, and the next iteration, do not wait for all ranks.
+
+Stock reduces gradient norm and inf/nan flags over the whole pipeline before any rank may step, so
+an iteration takes the makespan of its passes. Here a rank steps by what the ranks before it know,
+begins the next iteration, and learns during its first forward passes whether that was right (ZB,
+section 4; the order is the lowered schedule's, see ``schedule.lower``). All of it happens inside
+``optimizer.step``: what that returns, and whatever Megatron does afterwards, is validated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from ....runtime.channel import Channel
+from ....runtime.edges import connected
+from ....schedule.placement import Placement
+from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
+from ...hooks import hooked
+from ...pipeline import start_param_sync
+from ...targets import CHAINED_STEP, DECIDE_EXIT, SAVE
+from .eager_step import EagerStep, StageGroups
+from .head import Head
+
+logger = logging.getLogger(__name__)
 
 # Iterations; gradients that had to be clipped once will soon be again.
 PATIENCE = 10
@@ -17,7 +40,8 @@ _STATE = "its state is not known to be restored exactly; drop it"
 
 
 class PostValidation(Feature):
-    """On with ``--pp-post-validation``."""
+    """On with ``--pp-post-validation``: steps the optimizer ahead of validation, while recent steps
+    needed no clipping."""
 
     flags = (
         Flag(
@@ -79,9 +103,136 @@ class PostValidation(Feature):
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or run.args.pp_post_validation is None:
             return ()
-        from .head import Head
-        from .setup import StepAhead
-
         assert run.pipeline is not None
-        head = Head(run.pipeline)
-        return (head, StepAhead(head, run.args.pp_post_validation))
+        self._head, self._patience = Head(run.pipeline), run.args.pp_post_validation
+        self._plain = 0  # iterations in a row
+        self._stepped = False
+        self._groups: StageGroups | None = None
+        self._ahead = self._undone = 0  # steps taken ahead, and those of them that were undone
+        return (self._head, self)
+
+    @hooked(CHAINED_STEP, "the optimizer would wait for all ranks")
+    def _with_validation(
+        self, original: Callable[..., Any], optimizer: Any
+    ) -> tuple[bool, Any, Any]:
+        if self._may_step_ahead(optimizer):
+            return self._step_ahead(optimizer, original)
+        result: tuple[bool, Any, Any] = original(optimizer)
+        self._count(optimizer, result)
+        return result
+
+    @hooked(SAVE, "a checkpoint could hold random states of an iteration that has only begun")
+    def _after_dropping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._head.drop()
+        return original(*args, **kwargs)
+
+    @hooked(DECIDE_EXIT, "a run could end with messages in flight")
+    def _before_exit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ends = original(*args, **kwargs)
+        if ends:
+            self._head.drop()
+        return ends
+
+    def _may_step_ahead(self, optimizer: Any) -> bool:
+        from megatron.training import get_args
+
+        if self._groups is None and self._head.possible:
+            # Collective over the job, so before anything that only some ranks do.
+            self._groups = StageGroups(optimizer.chained_optimizers, self._head.last.group)
+        return (
+            self._stepped
+            and self._plain >= self._patience
+            and self._head.possible
+            and goes_on(get_args())
+        )
+
+    def _count(self, optimizer: Any, result: tuple[bool, Any, Any]) -> None:
+        """Take a step of Megatron's own into account."""
+        success, norm, _ = result
+        limit = optimizer.config.clip_grad
+        self._stepped |= success
+        clipped = norm is not None and limit > 0 and not float(norm) <= limit
+        self._plain = self._plain + 1 if success and not clipped else 0
+
+    def _step_ahead(self, optimizer: Any, original: Callable[..., Any]) -> tuple[bool, Any, Any]:
+        assert self._groups is not None
+        attempt = Attempt(optimizer, self._groups, self._head)
+        self._ahead += 1
+        self._head.run(attempt)
+        assert attempt.state is not None
+        if attempt.step_of.is_plain(attempt.state):
+            return attempt.step_of.accept(attempt.state)
+        self._head.drop()
+        self._undone += 1
+        result = attempt.step_of.redo(original, attempt.state)
+        self._plain = 0
+        self._count(optimizer, result)
+        if dist.get_rank() == 0:
+            logger.info(
+                "post-validation rolled back %d of %d steps that were taken ahead "
+                "(gradient norm %s); the next %d wait for all ranks",
+                self._undone,
+                self._ahead,
+                result[1] if result[0] else "not finite",
+                self._patience,
+            )
+        return result
+
+
+class Attempt:
+    """One step ahead, as the executor runs it (see ``StepValidator``).
+
+    Attributes:
+        channel: for its messages.
+        state: statistics of all ranks, once they are here.
+        step_of: the optimizer's part.
+    """
+
+    def __init__(self, optimizer: Any, groups: StageGroups, head: Head) -> None:
+        self._call = head.last
+        device = self._call.device
+        group = self._call.group
+        chain = Placement.loop(group.size()).edges
+        edges = connected(group, "post-validation", chain, device, head.messages)
+        self.channel = Channel(edges, (groups.size,), torch.float64, device)
+        self.step_of = EagerStep(optimizer, groups, device)
+        self.state: torch.Tensor | None = None
+        self._so_far = torch.empty(0)
+
+    def statistics(self) -> None:
+        self._so_far = self.step_of.statistics()
+
+    def prefix(self, before: torch.Tensor | None) -> torch.Tensor:
+        self._so_far = self.step_of.combine(self._so_far, before)
+        return self._so_far
+
+    def step(self) -> None:
+        """STEP, unless the statistics so far say that it has to be another one, or none."""
+        if self.step_of.is_plain(self._so_far):
+            self.step_of.step()
+        start_param_sync(self._call)
+
+    def validate(self, state: torch.Tensor | None) -> torch.Tensor:
+        self.state = self._so_far if state is None else state
+        return self.state
+
+
+def goes_on(args: MegatronArgs) -> bool:
+    """True if after this iteration the next one follows at once, with nothing in between.
+
+    Where that is known beforehand, nothing is begun that would be dropped. What cannot be known
+    (a signal, the time limit) drops it.
+    """
+    done = args.curr_iteration + 1
+    if done >= args.train_iters or done + 1 in (args.iterations_to_skip or ()):
+        return False
+    if done in (args.phase_transition_iterations or ()):
+        return False
+    intervals = [args.exit_interval, args.check_weight_hash_across_dp_replicas_interval]
+    if getattr(args, "do_valid", False):  # set where Megatron itself builds the datasets
+        intervals.append(args.eval_interval)
+    if args.save:
+        intervals += [args.save_interval, args.non_persistent_save_interval]
+    if args.adlr_autoresume:
+        intervals.append(args.adlr_autoresume_interval)
+    return not any(interval and done % interval == 0 for interval in intervals)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 from ....plan.model import PlanError
 from ....plan.profile import Profile
-from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
@@ -40,17 +39,41 @@ class ProfileSteps(Feature):
             compared=lambda value, args: (
                 value if args.pp_profile_steps is not None else file_contents(value)
             ),
+            not_in_library="it is compared with Megatron's arguments; measure again with "
+            "--pp-profile-steps, or give --pp-cost",
+            not_in_library_as=("FILE", lambda value, args: args.pp_profile_steps is None),
         ),
     )
 
-    def check(self, run: Run) -> None:
-        if run.library and run.args.pp_profile and run.args.pp_profile_steps is None:
+    def check_flags(self, run: Run) -> None:
+        steps, path = run.args.pp_profile_steps, run.args.pp_profile
+        if run.request is None or (steps is None and path is None):
+            return
+        if run.request.file is not None:
+            flag = f"--pp-profile-steps {steps}" if steps is not None else f"--pp-profile {path}"
             raise ConfigError(
-                f"--pp-profile {run.args.pp_profile} cannot be used here: it is compared with "
-                "Megatron's arguments; measure again with --pp-profile-steps, or give --pp-cost"
+                f"--pp-schedule {run.request.name}: a file's order is fixed; drop {flag}"
             )
-        if run.request is not None:
-            run.profile = former_profile(run.args, run.request.file is not None)
+        if steps is not None and path is not None:
+            _require_writable(path, steps, run.args.rank)
+        elif path is not None and run.args.pp_cost is not None:
+            raise ConfigError(
+                f"--pp-cost {run.args.pp_cost} and --pp-profile {path} both give pass times; keep "
+                "one, or measure again with --pp-profile-steps"
+            )
+
+    def check(self, run: Run) -> None:
+        args, path = run.args, run.args.pp_profile
+        if run.request is None or path is None or args.pp_profile_steps is not None:
+            return
+        own = SimpleNamespace(**vars(args), cheap_recompute=bool(args.pp_cheap_recompute))
+        try:
+            run.profile = Profile.load(path)
+            run.profile.require(own)
+        except PlanError as error:
+            raise ConfigError(
+                f"--pp-profile {path}: {error} (without --pp-profile-steps it is read)"
+            ) from None
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None:
@@ -62,36 +85,7 @@ class ProfileSteps(Feature):
         return (Profiler(run.inputs, run.store, steps, path, bool(args.pp_cheap_recompute)),)
 
 
-def former_profile(args: MegatronArgs, fixed: bool) -> Profile | None:
-    """Check the profile's flags, and read a former run's profile if this one is not to measure.
-
-    Args:
-        fixed: the schedule is a file, whose order cannot change.
-
-    Raises:
-        ConfigError: flags that contradict each other, or a profile of another model.
-    """
-    steps, path = args.pp_profile_steps, args.pp_profile
-    flag = f"--pp-profile-steps {steps}" if steps is not None else f"--pp-profile {path}"
-    if fixed and (steps is not None or path is not None):
-        raise ConfigError(f"--pp-schedule {args.pp_schedule}: a file's order is fixed; drop {flag}")
-    if path is None:
-        return None
-    if steps is None:
-        if args.pp_cost is not None:
-            raise ConfigError(
-                f"--pp-cost {args.pp_cost} and --pp-profile {path} both give pass times; keep "
-                "one, or measure again with --pp-profile-steps"
-            )
-        own = SimpleNamespace(**vars(args), cheap_recompute=bool(args.pp_cheap_recompute))
-        try:
-            profile = Profile.load(path)
-            profile.require(own)
-        except PlanError as error:
-            raise ConfigError(
-                f"--pp-profile {path}: {error} (without --pp-profile-steps it is read)"
-            ) from None
-        return profile
+def _require_writable(path: str, steps: int, rank: int) -> None:
     target = Path(path)
     if target.exists():
         try:
@@ -102,9 +96,8 @@ def former_profile(args: MegatronArgs, fixed: bool) -> Profile | None:
                 "another name"
             ) from None
     folder = target.absolute().parent
-    if args.rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
+    if rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(
             f"--pp-profile {path} cannot be written after {steps} steps: {folder} is no folder "
             "that this user may write in; make it, or give another name"
         )
-    return None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ....schedule import AUTO, NAMES
 from ....schedule.generators.registry import takers
 from ...arguments import MegatronArgs
-from ...callbacks import Callback, HooksOnly
+from ...building import Building
+from ...callbacks import Callback
 from ...feature import Conflict, Feature, Flag, Run
+from ...hooks import Hook, hooked
+from ...model_classes import require_chunks
+from ...targets import DATASETS, SEQLEN_COUNT, TRAIN_STEP
 from ...utils import file_contents
 
 
@@ -24,6 +29,9 @@ _FLAGS = (
         "fits the cap, decided once for the full batch), or a schedule file",
         "NAME|FILE",
         compared=_compared,
+        not_in_library="it would choose the placement of the model's stages, which must be known "
+        "before the model is built; run `megatron-ext compare` for your sizes and name one",
+        not_in_library_as=(AUTO, lambda value, args: value == AUTO),
     ),
     Flag(
         "--pp-memory-cap",
@@ -31,6 +39,9 @@ _FLAGS = (
         "bytes of a rank, e.g. 40GiB; auto's default is 1. With offload, of every schedule: what "
         "stays on the device",
         "X",
+        not_in_library="bytes need the sizes of the model and its optimizer before they are built; "
+        "run `megatron-ext plan` for them and give the cap as a fraction of 1F1B's peak",
+        not_in_library_as=("40GiB", lambda value, args: value.strip().endswith("B")),
     ),
     Flag(
         "--pp-group-size",
@@ -143,14 +154,10 @@ class Schedule(Feature):
     )
 
     def check(self, run: Run) -> None:
-        if run.request is None:
-            return
-        from .validate import before_megatron, require_named
+        if run.request is not None:
+            from .validate import check_facts
 
-        if run.library:
-            require_named(run)
-        else:
-            run.request = before_megatron(run)
+            check_facts(run)
 
     def check_derived(self, run: Run) -> None:
         if run.request is not None:
@@ -159,18 +166,76 @@ class Schedule(Feature):
             run.schedule = after_megatron(run.args, run.request)
             run.request, run.chunks = run.schedule.request, run.schedule.placement.chunks
 
-    def check_model(self, run: Run) -> None:
-        from .validate import check_model
-
-        check_model(run)
-
     def start(self, run: Run) -> Sequence[Callback]:
         if run.pipeline is None or run.request is None:
             return ()
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         run.args.pp_placement = "vee" if run.request.vee else "loop"
-        from .entry import Entry
-        from .packed_sequences import hooks
+        self._run, self._pipeline, self._name = run, run.pipeline, run.request.name
+        return (self,)
 
-        entry = Entry(run.pipeline, run.training, run.request.name, run.chunks)
-        return (entry, HooksOnly(hooks(run)))
+    def hooks(self) -> Sequence[Hook]:
+        found = [*super().hooks()]
+        if self._run.training:
+            why = "a script that cannot build model chunks would end in a TypeError"
+            found += Building(why, before=self._require_chunks).hooks()
+        return found
+
+    @hooked(
+        TRAIN_STEP,
+        "a rank that waits before or behind its passes would not be watched",
+        when=lambda self: self._run.training,
+    )
+    def _watched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._pipeline.watched(original, *args, **kwargs)
+
+    def _require_chunks(self, provider: Callable[..., Any]) -> None:
+        require_chunks(provider, self._name, self._run.chunks)
+
+    # Attention over packed documents (``thd``) needs their lengths on all stages, so ``get_batch``
+    # of Megatron's scripts fetches on all of them. With ``--sft`` the scripts build a dataset on
+    # every stage, but with ``--dataloader-inter-document-masking`` on the first and the last alone:
+    # a stage between them, as a V or virtual stages have already on two ranks, would find no data.
+    @hooked(
+        DATASETS,
+        "stages between the first and the last would have no lengths of packed documents",
+        when=lambda self: _given(self._run, "dataloader_inter_document_masking"),
+    )
+    def _on_all_stages(
+        self,
+        original: Callable[..., None],
+        builder: Any,
+        cls: Any,
+        sizes: Any,
+        is_built_on_rank: Callable[[], bool],
+        config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        from megatron.core import parallel_state
+
+        def on_all_stages() -> bool:
+            return int(parallel_state.get_tensor_model_parallel_rank()) == 0
+
+        original(builder, cls, sizes, on_all_stages, config, *args, **kwargs)
+
+    # Every forward step adds its documents to what Megatron reports as throughput, so with several
+    # model chunks a rank each document counts as often.
+    @hooked(
+        SEQLEN_COUNT,
+        "throughput would be a multiple of the truth",
+        when=lambda self: (
+            self._run.chunks > 1
+            and _given(self._run, "dataloader_inter_document_masking", "sft")
+            and SEQLEN_COUNT.exists
+        ),
+    )
+    def _counted_once(self, original: Callable[[], Any]) -> tuple[float | None, float | None]:
+        tokens, squares = original()
+        if tokens is None or squares is None:
+            return None, None
+        return tokens / self._run.chunks, squares / self._run.chunks
+
+
+def _given(run: Run, *names: str) -> bool:
+    return any(getattr(run.args, name, False) for name in names)

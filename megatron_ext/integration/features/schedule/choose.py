@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from ...._input import meant, parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
@@ -216,7 +217,7 @@ class ScheduleRequest:
         Raises:
             ConfigError: options that do not fit, or a cap that is not kept.
         """
-        offload, link = self.offload, None
+        offload = self.offload
         spec = self.decided or self.spec(pp, chunks, microbatches)
         if offload is not None:
             placement = spec.placement
@@ -225,7 +226,6 @@ class ScheduleRequest:
                 split = self.splits(placement.num_stages)
                 offload = replace(offload, measured=self.profile.link(split, placement))
             offload.check_times(placement)
-            link = offload.link(pp)
         note = self.note
         if self.decided is None and self.file is None and offload is None:
             found = _select(spec, self.name)
@@ -233,7 +233,7 @@ class ScheduleRequest:
         elif self.decided is None and isinstance(self.cap, Budget):
             note = self.cap.in_sets_text(spec.placement, spec.splits_backward)
         choice = Choice(replace(self, offload=offload, note=note), replace(spec, offload=None))
-        choice.plan(microbatches, link)
+        choice.first(microbatches)
         return choice
 
     def spec(self, pp: int, chunks: int | None, microbatches: int) -> ScheduleSpec:
@@ -270,6 +270,28 @@ class ScheduleRequest:
         return replace(spec, slices=(len(self.cut.ends),) * m, costs=costs)
 
 
+class Measured(NamedTuple):
+    """What a run knows by now beside its request.
+
+    Attributes:
+        link: transfer times, to decide which sets leave; a file that offloads has its own.
+        costs: of the passes; None: those that the order is made for.
+        reorder: make the order for ``costs`` too, and take it if it is faster under them. Otherwise
+            they only help to decide what is offloaded.
+        profile: with ``reorder``, where the costs are from; its bytes decide again what keeps a cap
+            that was given in bytes.
+    """
+
+    link: Link | None = None
+    costs: Costs | None = None
+    reorder: bool = False
+    profile: Profile | None = None
+
+
+NOTHING = Measured()
+_SHAPING = 3  # fields that tell plans apart
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a run executes: one schedule, for any number of microbatches.
@@ -282,9 +304,7 @@ class Choice:
 
     request: ScheduleRequest
     spec: ScheduleSpec
-    _plans: dict[tuple[int, Link | None, Costs | None, bool], Schedule] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _plans: dict[tuple[Any, ...], Schedule] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -314,23 +334,13 @@ class Choice:
         by = ", chosen by auto" if self.request.decided is not None else ""
         return f"{by}: {self.request.note}"
 
-    def plan(
-        self,
-        microbatches: int,
-        link: Link | None = None,
-        costs: Costs | None = None,
-        reorder: bool = False,
-        profile: Profile | None = None,
-    ) -> Schedule:
-        """The training schedule for ``microbatches``; the last few are kept.
+    def first(self, microbatches: int) -> Schedule:
+        """``plan`` before anything is measured."""
+        link = None if self.offload is None else self.offload.link(self.spec.pp)
+        return self.plan(microbatches, Measured(link))
 
-        Args:
-            link: transfer times, to decide which sets leave; a file that offloads has its own.
-            costs: measured, of the passes; None: those that the order is made for.
-            reorder: make the order for ``costs`` too, and take it if it is faster under them.
-                Otherwise they only help to decide what is offloaded.
-            profile: with ``reorder``, where the costs are from; its bytes decide again what keeps a
-                cap that was given in bytes.
+    def plan(self, microbatches: int, measured: Measured = NOTHING) -> Schedule:
+        """The training schedule for ``microbatches``; the last few are kept.
 
         Raises:
             ConfigError: a file is for another number of microbatches, or an option does not fit.
@@ -341,40 +351,27 @@ class Choice:
                 f"run has {microbatches} (global batch / (micro batch * data parallel)); generate "
                 f"it with --microbatches {microbatches}"
             )
-        key = microbatches, link, costs, reorder
+        key = microbatches, *measured[:_SHAPING]
         if key not in self._plans:
-            order = self._order(microbatches, link, costs, reorder, profile)
+            order = self._order(microbatches, measured)
             with _named(self.name):
                 self._plans[key] = order.searched()
             while len(self._plans) > _KEPT:
                 del self._plans[next(iter(self._plans))]
         return self._plans[key]
 
-    def later(
-        self,
-        microbatches: int,
-        link: Link | None = None,
-        costs: Costs | None = None,
-        reorder: bool = False,
-        profile: Profile | None = None,
-    ) -> TrainingOrder | None:
+    def later(self, microbatches: int, measured: Measured = NOTHING) -> TrainingOrder | None:
         """What ``plan`` searches for, to be searched for beside training; None if ``plan`` knows it
-        already or needs no search. Arguments: as ``plan``."""
-        if (microbatches, link, costs, reorder) in self._plans:
+        already or needs no search."""
+        if (microbatches, *measured[:_SHAPING]) in self._plans:
             return None
-        order = self._order(microbatches, link, costs, reorder, profile)
+        order = self._order(microbatches, measured)
         return None if order.is_quick else order
 
-    def _order(
-        self,
-        microbatches: int,
-        link: Link | None,
-        costs: Costs | None,
-        reorder: bool,
-        profile: Profile | None,
-    ) -> TrainingOrder:
+    def _order(self, microbatches: int, measured: Measured) -> TrainingOrder:
         """The request for one order. Under ``auto`` any schedule for which the model is placed
         already may take its place once costs are measured."""
+        link, costs, reorder, profile = measured
         spec = self.request.sliced(replace(self.spec, microbatches=microbatches))
         stages = spec.placement.num_stages
         if isinstance(spec.cap, Budget):
@@ -391,15 +388,15 @@ class Choice:
         former = TrainingOrder(replace(spec, times=costs), lenient)
         if costs is None or not reorder:
             return former
-        cap, measured, again = self.request.cap, None, replace(spec, costs=costs)
+        cap, by_bytes, again = self.request.cap, None, replace(spec, costs=costs)
         if isinstance(cap, Budget):
             cap = cap.at(stages)
             if profile is not None:
-                cap = measured = replace(cap, profile=profile)
+                cap = by_bytes = replace(cap, profile=profile)
                 again = replace(again, cap=cap)
         if self.request.decided is not None:
             again = replace(again, name=AUTO, names=placed_alike(spec), cap=cap, group_size=None)
-        return replace(former, again=again, measured=measured)
+        return replace(former, again=again, measured=by_bytes)
 
 
 def _with_offload(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ from ...feature import Run
 from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
 from ...plans import Plans
-from .choose import ScheduleRequest
+from .choose import Measured, ScheduleRequest
 from .estimate import basis, estimate_model, settle
 
 
@@ -63,17 +62,13 @@ def pipeline_of(run: Run) -> None:
             # The process group is made by code that we do not know; plans are compared later.
             run.notices.append(f"{basis(run)}")
 
-    def measured() -> dict[str, Any]:
+    def measured() -> Measured:
         profile = inputs.profile
-        return {
-            "link": inputs.link,
-            "costs": None if profile is None else profile.costs(Split(profile.layers)),
-            "reorder": inputs.reorder and profile is not None,
-            "profile": profile,
-        }
+        costs = None if profile is None else profile.costs(Split(profile.layers))
+        return Measured(inputs.link, costs, inputs.reorder and profile is not None, profile)
 
     def plan(microbatches: int) -> Schedule:
-        return run.choice(microbatches).plan(microbatches, **measured())
+        return run.choice(microbatches).plan(microbatches, measured())
 
     if run.store is None:
         run.store = WeightGradStore()
@@ -81,7 +76,7 @@ def pipeline_of(run: Run) -> None:
     placement = request.placement(args.pipeline_model_parallel_size, run.chunks)
     plans = Plans(
         plan,
-        lambda microbatches: run.choice(microbatches).later(microbatches, **measured()),
+        lambda microbatches: run.choice(microbatches).later(microbatches, measured()),
         placement,
         inputs,
         post_validation,

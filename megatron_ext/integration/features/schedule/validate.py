@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....schedule import AUTO, GENERATORS, NAMES
-from ....schedule.select import ANY_CHUNKS, ONE_CHUNK
+from ....schedule import AUTO, GENERATORS
+from ....schedule.select import suiting
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import Run, require_no_conflict
@@ -34,7 +34,6 @@ _LAYOUT, _CHUNKS, _LAYERS = (
     "--num-virtual-stages-per-pipeline-rank",
     "--num-layers-per-virtual-pipeline-stage",
 )
-_VEE = tuple(name for name in NAMES if GENERATORS[name].placement == "vee")
 
 
 @dataclass(frozen=True)
@@ -80,138 +79,87 @@ def _asked(args: MegatronArgs, pp: int) -> _Asked | None:
     return None if chunks is None else _Asked(f"{_CHUNKS} {chunks}", chunks, False)
 
 
-def before_megatron(run: Run) -> ScheduleRequest:
-    """Checks that need only the user's flags; sets the virtual stages that the schedule needs.
+def check_facts(run: Run) -> None:
+    """Checks of a run whose facts are known: Megatron's arguments, parsed and not yet validated, in
+    which the virtual stages are set that the schedule needs; or a library's model.
 
-    Args:
-        run: whose arguments are parsed and not yet validated.
-
-    Returns:
-        Its request with the profile, with this job for a cap in bytes, and with ``auto`` and the
-        number of slices decided.
+    Its request then has the profile, this job for a cap in bytes, and ``auto`` and the number of
+    slices decided.
 
     Raises:
         ConfigError: a combination that cannot work.
     """
     args, request = run.args, run.request
     assert request is not None
-    pp = args.pipeline_model_parallel_size
+    pp, flag = args.pipeline_model_parallel_size, f"--pp-schedule {request.name}"
     if pp < 2:
-        raise ConfigError(
-            f"--pp-schedule {request.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
-        )
-    request = described(args, request, run.profile)
-    flag = f"--pp-schedule {request.name}"
+        option = "pipeline_model_parallel_size"
+        option = option if run.library else f"--{option.replace('_', '-')}"
+        raise ConfigError(f"{flag} needs {option} >= 2, got {pp}; raise it, or drop the schedule")
+    if not run.library:
+        request = described(args, request, run.profile)
     auto = request.name == AUTO
     parts = {"": flag, V_PLACEMENT: flag} if not auto and request.vee else {"": flag}
     require_no_conflict(args, Schedule.conflicts, parts)
-    if auto:
-        return _decide(args, request, pp)
     if request.file is not None and request.file.pp != pp:
         raise ConfigError(
-            f"schedule file {request.name} is for pp={request.file.pp} but "
-            f"--pipeline-model-parallel-size is {pp}; generate it with --pp {pp}"
+            f"{flag} is a file for {request.file.pp} pipeline ranks, but there are {pp}; generate "
+            f"it with --pp {pp}"
         )
-    asked = _asked(args, pp)
+    if run.library:
+        size = None if _chunks_of(request)[0] == 1 else 2
+        fix = f"build it with virtual_pipeline_model_parallel_size={size}"
+        chunks = len(run.models)
+        _require_chunks(request, chunks, f"the model was built with {chunks}", fix)
+    else:
+        run.request = _decide(args, request, pp) if auto else _asked_for(args, request, pp)
+
+
+def _asked_for(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRequest:
+    """``request``, which names its schedule, once Megatron is asked for its chunks."""
+    asked, (least, most) = _asked(args, pp), _chunks_of(request)
+    if least > 1:
+        _require_chunks_possible(args, request.name, least)
     if request.vee:
         _place_vee(args, request, pp, asked)
-    elif request.file is None and GENERATORS[request.name].any_chunks:
-        _require_several(args, request.name, pp, asked)
-    elif request.file is not None and request.file.chunks > 1:
-        _require_chunks_possible(args, request.name, request.file.chunks)
-        if asked is None:
-            _ask_for_chunks(args, pp, request.file.chunks)
-    elif asked is not None and asked.chunks != 1:
-        what = (
-            f"{asked.flag} lists {(asked.chunks or 0) * pp} stages for {pp} ranks; list {pp}"
-            if asked.listed
-            else f"virtual stages are set ({asked.flag}); remove that flag"
-        )
-        raise ConfigError(
-            f"--pp-schedule {request.name} has one model chunk a rank, but {what} or use "
-            "--pp-schedule interleaved"
-        )
+    elif asked is not None:
+        fix = f"list {least * pp} stages" if asked.listed else "remove that flag"
+        if most is None:
+            fix = f"{fix} or more" if asked.listed else "set it to 2 or more"
+        other = "interleaved" if most == 1 else "one with one chunk, e.g. zb-h1"
+        if asked.chunks is not None or most == 1:
+            makes = f"{asked.flag} makes {asked.chunks or 'several'}"
+            _require_chunks(
+                request, asked.chunks, makes, f"{fix}, or use another schedule: {other}"
+            )
+    elif most is None:
+        pattern = LayerPattern.of(args)
+        fix = "add --num-virtual-stages-per-pipeline-rank 2 (or more)"
+        if pattern is not None:
+            fix = f"list a multiple of {pp} stages, e.g. {pattern.example(2 * pp)}"
+        _require_chunks(request, None, "no flag says how many", fix)
+    elif least > 1:
+        _ask_for_chunks(args, pp, least)
     chunks = None if asked is None or request.vee else asked.chunks
     return with_slices(args, request, _full_microbatches(args, pp), chunks=chunks)
 
 
-def require_named(run: Run) -> None:
-    """Refuse what can be decided only with all of Megatron's arguments.
-
-    Raises:
-        ConfigError: ``auto``, or a cap in bytes.
-    """
-    assert run.request is not None
-    if run.request.name == AUTO:
-        raise ConfigError(
-            "--pp-schedule auto would choose the placement of the model's stages, which must be "
-            "known before the model is built; run `megatron-ext compare` for your sizes and name "
-            "the schedule"
-        )
-    if run.request.cap_bytes is not None:
-        raise ConfigError(
-            f"--pp-memory-cap {run.args.pp_memory_cap} in bytes needs the sizes of the model and "
-            "its optimizer before they are built; run `megatron-ext plan` for them and give the "
-            "cap as a fraction of 1F1B's peak"
-        )
-
-
-def check_model(run: Run) -> None:
-    """Checks of a library's model: what its configuration uses, and how it was cut into chunks.
-
-    Raises:
-        ConfigError: a combination that cannot work.
-    """
-    request, pp, chunks = run.request, run.args.pipeline_model_parallel_size, len(run.models)
-    assert request is not None
-    if pp < 2:
-        raise ConfigError(
-            f"--pp-schedule {request.name} needs a pipeline of 2 ranks or more, got {pp}; use "
-            "Megatron's forward_backward_no_pipelining for this model"
-        )
-    flag = f"--pp-schedule {request.name}"
-    require_no_conflict(
-        run.args, Schedule.conflicts, {"": flag, **({V_PLACEMENT: flag} if request.vee else {})}
-    )
+def _chunks_of(request: ScheduleRequest) -> tuple[int, int | None]:
+    """The fewest and the most model chunks a rank of a schedule; None: any number."""
     if request.file is not None:
-        if (request.file.pp, request.file.chunks) != (pp, chunks):
-            raise ConfigError(
-                f"{flag} is for {request.file.pp} ranks with {request.file.chunks} chunk(s) each, "
-                f"but the model was built for {pp} with {chunks}; generate it with --pp {pp} "
-                f"--chunks {chunks}"
-            )
-        return
+        return request.file.chunks, request.file.chunks
     generator = GENERATORS[request.name]
-    fits = chunks > 1 if generator.any_chunks else chunks == generator.default_chunks
-    if not fits:
-        wanted = "2 or more" if generator.any_chunks else generator.default_chunks
-        size = None if wanted == 1 else 2
-        raise ConfigError(
-            f"{flag} needs {wanted} model chunk(s) on each rank, but the model was built with "
-            f"{chunks}; build it with virtual_pipeline_model_parallel_size={size}"
-        )
+    return (2, None) if generator.any_chunks else (generator.default_chunks,) * 2
 
 
-def _require_several(args: MegatronArgs, name: str, pp: int, asked: _Asked | None) -> None:
-    """Refuse a schedule of any number of chunks where the flags do not ask for several."""
-    _require_chunks_possible(args, name, 2)
-    pattern = LayerPattern.of(args)
-    if asked is None and pattern is not None:
+def _require_chunks(request: ScheduleRequest, chunks: int | None, makes: str, fix: str) -> None:
+    """Refuse a number of model chunks a rank, or an unknown one, that the schedule cannot have."""
+    least, most = _chunks_of(request)
+    if chunks is None or not least <= chunks <= (most or chunks):
+        number = least if most else f"{least} or more"
         raise ConfigError(
-            f"--pp-schedule {name} needs the number of model chunks a rank, which {pattern.flag} "
-            f"{pattern.text} says by its stages; list a multiple of {pp}, e.g. "
-            f"{pattern.example(2 * pp)}"
-        )
-    if asked is None:
-        raise ConfigError(
-            f"--pp-schedule {name} needs the number of model chunks a rank; add "
-            "--num-virtual-stages-per-pipeline-rank 2 (or more)"
-        )
-    if asked.chunks == 1:
-        more = f"list {2 * pp}" if asked.listed else "set it to 2 or more"
-        raise ConfigError(
-            f"--pp-schedule {name} needs at least 2 model chunks a rank, but {asked.flag} makes "
-            f"one; {more}, or use a schedule with one chunk, e.g. zb-h1"
+            f"--pp-schedule {request.name} needs {number} model chunk{'s' * (least > 1)} a rank, "
+            f"but {makes}; {fix}"
         )
 
 
@@ -253,19 +201,17 @@ def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, .
     provider = script_provider()
     vee = not any(c.found(args) is not None for c in Schedule.conflicts if c.only == V_PLACEMENT)
     vee = vee and not (provider is not None and builds_other_models(provider))
-    if asked is not None and asked.chunks == 1:
-        return ONE_CHUNK
     if asked is not None:
         # Flags for virtual stages also say that stages lie as Megatron lays them.
         vee = vee and asked.listed and asked.chunks == 2 and _vee_takes_layout(args, pp)
-        return (*ANY_CHUNKS, *(_VEE if vee else ()))
+        return suiting(asked.chunks or 0, vee)
     pattern = LayerPattern.of(args)
     layers = args.num_layers or 0 if pattern is None else pattern.layers
     uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
     one = provider is not None and not builds_chunks(provider)
     if uneven or one or not layers or layers % (2 * pp) or hybrid_without_stages(args):
-        return ONE_CHUNK
-    return NAMES if vee else tuple(name for name in NAMES if name not in _VEE)
+        return suiting(1, False)
+    return suiting(None, vee)
 
 
 def _vee_takes_layout(args: MegatronArgs, pp: int) -> bool:
@@ -292,14 +238,9 @@ def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> Choice:
         ConfigError: the schedule and the model's virtual stages or microbatches disagree.
     """
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    expected = request.file.chunks if request.file is not None else None
-    if request.vee:
-        expected = 2
-    if expected is not None and chunks != expected:
-        raise ConfigError(
-            f"--pp-schedule {request.name} has {expected} model chunks a rank but the flags make "
-            f"{chunks}; remove the virtual-stage flags"
-        )
+    if request.vee or request.file is not None:  # others are refused by their generators
+        fix = "remove the virtual-stage flags"
+        _require_chunks(request, chunks, f"the flags make {chunks}", fix)
     for flag in ("rampup_batch_size", "step_batch_size_schedule"):
         # Before core_v0.18 Megatron lacks the second.
         if request.file is not None and getattr(args, flag, None) is not None:
@@ -315,7 +256,6 @@ def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> Choice:
 
 def _place_vee(args: MegatronArgs, request: ScheduleRequest, pp: int, asked: _Asked | None) -> None:
     """Say the V's stages in Megatron's own words: one layout string with two stages a rank."""
-    _require_chunks_possible(args, request.name, 2)
     if asked is not None and not asked.listed:
         raise ConfigError(
             f"--pp-schedule {request.name} always has two model chunks a rank; remove {asked.flag}"

@@ -40,6 +40,9 @@ class Slices(Feature):
             "{K,auto}",
             _count,
             least=1,
+            not_in_library="it chooses by the microbatches and tokens of a step, which are not "
+            "known; run `megatron-ext compare --slices 1,2,4` and give a number",
+            not_in_library_as=(AUTO, lambda value, args: value == AUTO),
         ),
         Flag(
             CUT,
@@ -51,29 +54,20 @@ class Slices(Feature):
     )
     conflicts = CONFLICTS
 
-    def check(self, run: Run) -> None:
-        wanted = _wanted(run.args)
-        if not wanted or run.request is None:
+    def check_flags(self, run: Run) -> None:
+        if not _wanted(run.args) or run.request is None:
             return
         if run.request.file is not None:
             name = run.request.name
             raise ConfigError(f"{FLAG} {run.args.pp_slices}: the order in {name} is fixed; drop it")
-        if not run.library:
-            if run.args.seq_length is None or run.args.hidden_size is None:
-                raise ConfigError(
-                    f"{FLAG} {run.args.pp_slices} needs --seq-length and --hidden-size"
-                )
-            self._ask(run, wanted)
-        elif run.args.pp_slices == AUTO:
-            raise ConfigError(
-                f"{FLAG} {AUTO} chooses by the microbatches and tokens of a step, which are not "
-                "known here; run `megatron-ext compare --slices 1,2,4` and give a number"
-            )
 
-    def check_model(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
         wanted = _wanted(run.args)
-        if wanted:
-            self._ask(run, wanted)
+        if not wanted or run.request is None:
+            return
+        if run.args.seq_length is None or run.args.hidden_size is None:
+            raise ConfigError(f"{FLAG} {run.args.pp_slices} needs --seq-length and --hidden-size")
+        self._ask(run, wanted)
 
     def _ask(self, run: Run, wanted: Sequence[Wanted]) -> None:
         """Ask for an order of the slices of this model's sequences.

@@ -2,25 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import logging
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
-from ...callbacks import Callback
+import torch.distributed as dist
+
+from ....runtime.wgrad import WeightGradStore
+from ....schedule.actions import Op
+from ....schedule.effects import passes
+from ....schedule.schedule import Schedule
+from ... import split_local as local
+from ... import split_te as wgrad_te
+from ...callbacks import Callback, Step
 from ...feature import Feature, Run
+from ...gradients import require_gradient_hooks
+from ...hooks import Hook
+from ...utils import LastModels, gather, unwrapped
+from .report import WgradReport, wgrad_report
+
+logger = logging.getLogger(__name__)
+
+_LISTED = 8  # weights that a line of the log names
 
 
 class SplitBackward(Feature):
-    """On for schedules with W passes."""
+    """On for schedules with W passes.
 
-    def check_model(self, run: Run) -> None:
-        if run.request is not None and run.request.splits_backward:
-            from ...gradients import require_gradient_hooks
+    It puts the hooks in place that belong to a model's modules, beside those in Megatron, and logs
+    one line of what they split.
 
+    Attributes:
+        report: of this rank's chunks; None before the first iteration.
+    """
+
+    def check(self, run: Run) -> None:
+        if run.library and run.request is not None and run.request.splits_backward:
             require_gradient_hooks(run.models)
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.request.splits_backward:
             return ()
-        from .split import Splitter
-
         assert run.store is not None
-        return (Splitter(run.store),)
+        self._store: WeightGradStore = run.store
+        self._attached: weakref.WeakSet[wgrad_te.SplitStore] = weakref.WeakSet()
+        self._prepared = LastModels()
+        self._plan: Schedule | None = None
+        self._said: set[int] = set()  # parameters with hooks that the log has
+        self.report: WgradReport | None = None
+        return (self,)
+
+    def hooks(self) -> Sequence[Hook]:
+        return local.hooks(self._store)
+
+    def begin(self, step: Step) -> None:
+        if step.plan is not self._plan:
+            self._plan = step.plan
+            several = step.call.iteration.config.tensor_model_parallel_size > 1
+            self._store.followed_by = followed_by(step.plan, step.rank) if several else {}
+        if step.plan.splits_backward:
+            self._prepare(step)
+        step.notes["wgrad"] = lambda: None if self.report is None else self.report.as_dict()
+
+    def end(self, step: Step) -> None:
+        found, self._store.hooked = self._store.hooked, {}
+        if not found.keys() <= self._said:
+            self._said |= found.keys()
+            models = step.call.iteration.models
+            self.report = wgrad_report(models, self._store.fused_experts())
+            logger.warning("%s", _hooked_text(step, models, found))
+
+    def close(self) -> None:
+        while self._attached:
+            self._attached.pop().detach()
+        self._prepared = LastModels()
+
+    def _prepare(self, step: Step) -> None:
+        """Hook the models, once; global rank 0 logs how much is split."""
+        models = step.call.iteration.models
+        if self._prepared.are(models):
+            return
+        self._prepared.set(models)
+        self._said = set()
+        for model in models:
+            self._attached.update(wgrad_te.attach(model, self._store))
+        first = self.report is None
+        self.report = wgrad_report(models, self._store.fused_experts())
+        if first:
+            every: list[WgradReport] = gather(self.report, step.call.group)
+            if dist.get_rank() == 0:
+                total = sum(every, WgradReport())
+                level = logging.WARNING if total.advises else logging.INFO
+                logger.log(level, "%s", total.text(step.plan.name))
+
+
+def _hooked_text(step: Step, models: Iterable[Any], found: Mapping[int, Sequence[str]]) -> str:
+    """Which weights are not postponed, by their names in the model, and why."""
+    said = [
+        f"{name} ({', '.join(found[id(p)])})"
+        for model in models
+        for name, p in unwrapped(model).named_parameters()
+        if id(p) in found
+    ]
+    more = f" and {len(said) - _LISTED} more" if len(said) > _LISTED else ""
+    return (
+        f"{step.plan.name}: on pipeline rank {step.rank} layers compute their weight gradients in "
+        "B, not in W, because hooks that are not Megatron's wait for them there: "
+        f"{', '.join(said[:_LISTED])}{more}"
+    )
+
+
+def followed_by(schedule: Schedule, rank: int) -> Mapping[Hashable, Hashable]:
+    """For every B of ``rank`` with a W directly after it: (chunk, microbatch) of B and of W.
+
+    Only while forward passes are still to come. After the last of them other ranks wait for nothing
+    but these B passes, which must not become longer.
+    """
+    chunk_of = {stage: i for i, stage in enumerate(schedule.placement.stages[rank])}
+    # Messages and copies between them do not matter, operations of other features may.
+    row = [a for a in passes(schedule.ranks[rank]) if a.op.is_compute or not isinstance(a.op, Op)]
+    last = max((i for i, a in enumerate(row) if a.op is Op.F), default=0)
+    return {
+        (chunk_of[b.stage], b.microbatch): (chunk_of[w.stage], w.microbatch)
+        for b, w in itertools.pairwise(row[: last + 1])
+        if b.op is Op.B and w.op is Op.W
+    }

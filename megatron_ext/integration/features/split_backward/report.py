@@ -11,7 +11,7 @@ import torch
 
 from ....runtime.weight_hooks import foreign_hooks
 from ... import split_te as wgrad_te
-from ...split_local import is_output_weight
+from ...split_local import can_split, is_output_weight
 
 _NEARLY_ALL = 0.95
 
@@ -160,10 +160,6 @@ def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
 def _is_local_linear(module: torch.nn.Module) -> bool:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-        return False
-    # Without one it has another module's; one that is computed from others runs fused.
-    if module.weight is None or not module.weight.is_leaf or is_output_weight(module.weight):
-        return False
-    buffered = getattr(module, "grad_output_buffer", None) is not None
-    return not buffered and getattr(module, "gtp_remat_size", 1) == 1
+    local = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    # Without a weight it has another module's.
+    return local and module.weight is not None and can_split(module, module.weight)

@@ -27,7 +27,7 @@ class Telemetry(Feature):
         ),
     )
 
-    def check(self, run: Run) -> None:
+    def check_flags(self, run: Run) -> None:
         trace = run.args.pp_trace
         if trace is None:
             return

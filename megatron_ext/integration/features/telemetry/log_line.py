@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import statistics
 from collections import deque
@@ -12,13 +11,14 @@ from typing import Any
 from ....runtime.trace import Recorder
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Step
-from ...hooks import Hook, around
+from ...hooks import hooked
 from ...targets import PRINT_LAST, TRAINING_LOG
 from ...utils import gather
 from .summary import Summary
 
 # Iterations whose times are kept for the next line: enough for a mean, few enough to hold.
 _KEPT = 8
+_WHY = "the log line would not say bubble and peak"
 _NAMES = ("pipeline bubble (%)", "peak activations (microbatches)")
 
 
@@ -89,33 +89,22 @@ class LogLine(Callback):
             self.meter.add(step.recorder, step.call.group)
             self._plan = step.plan
 
-    def hooks(self) -> Sequence[Hook]:
-        return (
-            Hook(TRAINING_LOG, self._with_measuring, "the log line would not say bubble and peak"),
-            Hook(PRINT_LAST, around(self._with_text), "the log line would not say bubble and peak"),
-        )
+    @hooked(TRAINING_LOG, _WHY)
+    def _with_measuring(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
 
-    def _with_measuring(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def training_log(*args: Any, **kwargs: Any) -> Any:
-            from megatron.training import get_args
-
-            given = signature.bind(*args, **kwargs).arguments
-            due = given["iteration"] % get_args().log_interval == 0
-            found = self.meter.read() if due or given.get("is_first_iteration") else None
-            numbers = 0.0, 0.0
-            if found is not None:
-                numbers, self._text = self._taken(*found)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._text = ""
-                if due and found is not None:
-                    _write(dict(zip(_NAMES, numbers)), given["iteration"])
-
-        return training_log
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        due = given["iteration"] % get_args().log_interval == 0
+        found = self.meter.read() if due or given.get("is_first_iteration") else None
+        numbers = 0.0, 0.0
+        if found is not None:
+            numbers, self._text = self._taken(*found)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._text = ""
+            if due and found is not None:
+                _write(dict(zip(_NAMES, numbers)), given["iteration"])
 
     def _taken(self, bubble: float, sets: float) -> tuple[tuple[float, float], str]:
         """(percent, microbatches) of what was measured, and the text for Megatron's line."""
@@ -129,6 +118,7 @@ class LogLine(Callback):
             f"activations: {peak:.4g} microbatches (plan {promised.peak_text}) |"
         )
 
+    @hooked(PRINT_LAST, _WHY)
     def _with_text(
         self, original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any
     ) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ....schedule.baseline import Promise, promise, stock
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback
-from ...hooks import Hook, around
+from ...hooks import hooked
 from ...targets import TRAIN
 
 logger = logging.getLogger(__name__)
@@ -65,13 +65,6 @@ class Summary(Callback):
         """Take a line of Megatron's log: a share, and microbatches."""
         self._measured.append((bubble, peak))
 
-    def hooks(self) -> Sequence[Hook]:
-        if not self._training:
-            return ()
-        return (
-            Hook(TRAIN, around(self._with_end), "the log would not compare measured and planned"),
-        )
-
     def _text(self, plan: Schedule) -> str:
         own, other = self.promise(plan), stock(plan)
         bubble, peak = f"planned bubble {own.bubble_text}", f"peak activations {own.peak_text}"
@@ -86,6 +79,7 @@ class Summary(Callback):
             f"{_slices(plan)}: {bubble}, {peak}"
         )
 
+    @hooked(TRAIN, "the log would not compare measured and planned", lambda self: self._training)
     def _with_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             result = original(*args, **kwargs)

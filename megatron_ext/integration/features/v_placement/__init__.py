@@ -1,28 +1,287 @@
-"""V placement: rank r holds stages r and 2p-1-r, whatever Megatron derives from its rank."""
+"""V placement: rank r holds stages r and 2p-1-r, so rank 0 holds both ends of the model.
+
+Megatron derives a stage's role from its rank and virtual stage in several places, each written
+for its own loop order. These hooks give the V answer in each of them.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ...callbacks import Callback
+import torch
+import torch.distributed as dist
+
+from ....schedule.placement import Placement
+from ...building import Building
+from ...callbacks import Callback, Step
+from ...errors import ConfigError
 from ...feature import Feature, Run
+from ...hooks import Hook, hooked
+from ...layout import LayerPattern, vee_layout
+from ...model_classes import hybrid_model_has_chunks, require_placed
+from ...targets import (
+    BRIDGE_EMBEDDINGS,
+    CONFIG_POST_INIT,
+    GPT_FORWARD,
+    GPT_INIT,
+    HYBRID_FORWARD,
+    HYBRID_INIT,
+    HYBRID_SEGMENT,
+    PARALLEL_STATE,
+)
+from ...utils import chunks_of, has_second_embedding, tied_embeddings, unwrapped
+from .relay import Relay
+from .roles import CHUNKS, Roles, is_first_stage, is_last_stage, pp_rank
+
+_PLACED = "_megatron_ext_placed"  # attribute of a model chunk that was built for a V
 
 
 class VPlacement(Feature):
-    """On for schedules with V placement."""
+    """On for schedules with V placement. It brings what rank 0 computes to where Megatron expects
+    it."""
 
-    def check_model(self, run: Run) -> None:
-        if run.request is not None and run.request.vee:
-            from .vee import require_embedding_ranks
-
+    def check(self, run: Run) -> None:
+        if run.library and run.request is not None and run.request.vee:
             require_embedding_ranks(run.request.name)
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.request.vee:
             return ()
-        from .tied import TiedCopies
-        from .vee import VeeCallback
+        self._name = run.request.name
+        self._relay = Relay()
+        self._roles = Roles(run.training or "megatron.training" in sys.modules)
+        self._first_chunk: Callable[[], Any] = lambda: None  # that was built last
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # models with tied embeddings
+        return (self, self._roles)
 
-        training = run.training or "megatron.training" in sys.modules
-        return (VeeCallback(training, run.request.name), TiedCopies())
+    # --- where Megatron builds a model ---
+
+    def hooks(self) -> Sequence[Hook]:
+        found = [*super().hooks()]
+        if self._roles.training:
+            why = "a model that cannot be placed as a V would be loaded before it is refused"
+            found += Building(why, built=self._require_placed).hooks()
+        return found
+
+    @hooked(CONFIG_POST_INIT, "layers and checkpoint keys would be in loop order")
+    def _config_post_init(self, original: Callable[..., None], config: Any) -> None:
+        layout, pp = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
+        # A string is what our validation made of the flags. Without one (a library's own config)
+        # the layers are spread evenly. Hybrid models have a pattern of layers instead.
+        if pp > 1 and layout is None and not config.is_hybrid_model:
+            per_stage, rest = divmod(config.num_layers, CHUNKS * pp)
+            if rest:
+                raise ConfigError(
+                    f"V placement on {pp} ranks has {CHUNKS * pp} stages, but num_layers is "
+                    f"{config.num_layers}; make it a multiple or set "
+                    "pipeline_model_parallel_layout (is_hybrid_model for a hybrid model)"
+                )
+            stages = ["t" * per_stage] * (CHUNKS * pp)
+            layout = "E" + "|".join(stages) + "m" * (config.mtp_num_layers or 0) + "L"
+        if pp > 1 and isinstance(layout, str):
+            config.pipeline_model_parallel_layout = vee_layout(pp, layout)
+        original(config)
+
+    @hooked(PARALLEL_STATE, "the embedding all-reduce would wait for a rank without an embedding")
+    def _initialize_model_parallel(
+        self, original: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
+        # Scripts pass a function of their own that names the first and the last rank.
+        kwargs["get_embedding_ranks"] = _embedding_ranks
+        original(*args, **kwargs)
+
+    @hooked((GPT_INIT, HYBRID_INIT), "no embedding or output layer on the ranks that need them")
+    def _model_init(
+        self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        signature = inspect.signature(original)
+        if "vp_stage" not in signature.parameters:
+            raise ConfigError(
+                f"this Megatron's {type(model).__name__} has one chunk a rank and cannot be placed "
+                "as a V; use a schedule with one chunk, e.g. --pp-schedule zb-h1, or megatron-core "
+                "0.17 or newer"
+            )
+        bound = signature.bind(model, *args, **kwargs)
+        vp_stage = bound.arguments.get("vp_stage")
+        if vp_stage is None:
+            original(model, *args, **kwargs)
+            return
+        setattr(model, _PLACED, True)
+        rank = pp_rank()
+        bound.arguments["pre_process"] = is_first_stage(rank, vp_stage)
+        bound.arguments["post_process"] = is_last_stage(rank, vp_stage)
+        original(*bound.args, **bound.kwargs)
+        if model.pre_process:
+            self._first_chunk = weakref.ref(model)
+        elif model.post_process and has_second_embedding(model):
+            # Megatron starts the second copy at zero and fills it by an all-reduce between first
+            # and last rank; here both copies are on this rank, and chunk 0 was built just before.
+            first = self._first_chunk()
+            if first is None:
+                raise RuntimeError("tied weights under V placement need chunk 0 built first")
+            with torch.no_grad():
+                mine = model.shared_embedding_or_output_weight()
+                mine.copy_(first.shared_embedding_or_output_weight())
+
+    # Before core_v0.17 Megatron lacks it: its hybrid models have one chunk a rank, which
+    # ``_model_init`` refuses.
+    @hooked(
+        HYBRID_SEGMENT,
+        "layers of a hybrid model in loop order",
+        when=lambda self: hybrid_model_has_chunks(),
+    )
+    def _select_pipeline_segment(
+        self,
+        original: Callable[..., Any],
+        main_pattern: str,
+        pp_group: Any,
+        vp_stage: int | None,
+        first_stage_layers: int | None = None,
+        last_stage_layers: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[list[str], int]:
+        first, last = first_stage_layers, last_stage_layers
+        if vp_stage is None:
+            whole: tuple[list[str], int] = original(
+                main_pattern, pp_group, vp_stage, first, last, **kwargs
+            )
+            return whole
+        pp, rank = pp_group.size(), pp_group.rank()
+        stages = LayerPattern(main_pattern).stages(CHUNKS * pp, first, last)
+        stage = Placement.vee(pp).stages[rank][vp_stage]
+        return list(stages[stage]), sum(map(len, stages[:stage]))
+
+    @hooked((GPT_FORWARD, HYBRID_FORWARD), "inference would pass tensors between the wrong stages")
+    def _model_forward(
+        self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Inference passes tensors from rank to rank itself, in the order of Megatron's placement.
+        if any(kwargs.get(name) is not None for name in ("inference_context", "inference_params")):
+            raise ConfigError(
+                "a model in V placement cannot generate text: inference runs its own pipeline in "
+                "Megatron's order of stages; start it without --pp-schedule (a torch_dist "
+                "checkpoint loads there)"
+            )
+        return original(model, *args, **kwargs)
+
+    @hooked(
+        BRIDGE_EMBEDDINGS,
+        "the output layer of a model with tied embeddings would not be loaded",
+        when=lambda self: BRIDGE_EMBEDDINGS.loaded,
+    )
+    def _broadcast_shared_embeddings(
+        self, original: Callable[..., None], bridge: Any, megatron_model: Any
+    ) -> None:
+        # The original has the embedding on one rank and the output layer on another; here it
+        # would fill rank 0's output layer from memory that nobody has written.
+        chunks = [unwrapped(model) for model in chunks_of(megatron_model)]
+        found = tied_embeddings(pp_rank(), chunks)
+        if found is not None:
+            found[1].data.copy_(found[0].data)
+
+    def _require_placed(self, models: Sequence[Any]) -> None:
+        chunks = [unwrapped(m) for m in models]
+        require_placed(chunks, self._name)
+        for chunk in chunks:
+            if not hasattr(chunk, _PLACED):
+                raise ConfigError(
+                    f"--pp-schedule {self._name} places stages as a V, but this "
+                    f"{type(chunk).__name__} was built in Megatron's own order of stages; call "
+                    "megatron_ext.enable() before the model is built"
+                )
+
+    # --- an iteration ---
+
+    def begin(self, step: Step) -> None:
+        self._require_placed(step.call.iteration.models)
+        self._require_equal_copies(step)
+        self._roles.running = True
+
+    def _require_equal_copies(self, step: Step) -> None:
+        """Once a model: rank 0 has both copies of tied embeddings, and their gradients are added,
+        so they would stay apart."""
+        chunks = [unwrapped(model) for model in step.call.iteration.models]
+        if chunks[0] in self._checked:
+            return
+        self._checked.add(chunks[0])
+        found = tied_embeddings(pp_rank(), chunks)
+        if found is not None and not torch.equal(*found):
+            raise ConfigError(
+                f"--pp-schedule {step.plan.name} has both copies of the tied word embeddings on "
+                "one rank, but they differ: whatever loaded the weights filled one of them; load "
+                "a torch_dist checkpoint, or use a schedule with Megatron's own placement, e.g. "
+                "zb-h1"
+            )
+
+    def passes_done(self, step: Step, watchdog: Any) -> None:
+        self._relay.start(
+            step.plan.placement,
+            step.call.group,
+            step.runner,
+            step.channel.device,
+            watchdog,
+            step.plan.is_extended,
+            step.channel.options,
+        )
+
+    def returning(self, step: Step) -> None:
+        losses = self._relay.losses()
+        self._roles.running = False
+        if losses is not None:
+            step.losses = losses
+        elif step.rank != step.call.group.size() - 1 and not self._roles.results_on_both:
+            step.losses = []  # as in stock, so that a sum over the pipeline has them once
+
+    def gradients_reduced(self, step: Step) -> None:
+        reduce_tied_gradients([unwrapped(m) for m in step.call.iteration.models])
+
+    def dropped(self, step: Step, failed: bool) -> None:
+        if failed:  # the peer may have ended
+            self._relay = Relay()
+
+    def close(self) -> None:
+        self._relay.finish()
+        self._roles.running = True
+
+
+def _embedding_ranks(pp_ranks: list[int], *unused: Any) -> list[int]:
+    return [pp_ranks[0]]
+
+
+def require_embedding_ranks(name: str) -> None:
+    """Megatron's group for embeddings must have been made with the hook on it in force.
+
+    Raises:
+        ConfigError: it reduces tied embeddings over a rank that has none.
+    """
+    from megatron.core import parallel_state
+
+    # Megatron keeps the group's list of ranks when it destroys the group.
+    group = parallel_state._EMBEDDING_GROUP
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    if parallel_state.model_parallel_is_initialized() and len(ranks) > 1:
+        raise ConfigError(
+            f"--pp-schedule {name} has embedding and output layer on one rank, but Megatron's "
+            f"embedding group was made for ranks {ranks}; call megatron_ext.enable() before "
+            "initialize_model_parallel()"
+        )
+
+
+def reduce_tied_gradients(chunks: list[Any]) -> None:
+    """Share the sum of the two gradients of tied weights, as stock's embedding all-reduce does.
+
+    Both copies lie on rank 0, in buckets of their own that are sharded alike, so this may follow
+    the data-parallel reduction and needs no communication.
+
+    Args:
+        chunks: this rank's unwrapped model chunks, in order.
+    """
+    found: Any = tied_embeddings(pp_rank(), chunks)
+    if found is not None:
+        first, last = (getattr(weight, "main_grad", weight.grad) for weight in found)
+        if first is not None and last is not None:  # not frozen
+            last.copy_(first.add_(last))

@@ -7,12 +7,12 @@ virtual stage at once, process groups answer for each by itself, and the asker j
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from ...callbacks import Callback
 from ...errors import ConfigError
-from ...hooks import Hook, around
+from ...hooks import hooked
 from ...targets import (
     BATCH,
     LAST_STAGE,
@@ -23,12 +23,6 @@ from ...targets import (
 )
 
 CHUNKS = 2
-
-# True while a trainer asks for the rank that has the returned values, and rank 0 needs them too.
-_results_on_both = False
-# "The last rank", asked for by itself, is that of labels and the loss while models are built and
-# run; after a call it is the rank that has the returned values.
-_running = True
 
 
 def pp_rank() -> int:
@@ -59,108 +53,76 @@ def is_last_stage(rank: int, vp_stage: int | None) -> bool:
     return rank == 0 and vp_stage == CHUNKS - 1
 
 
-def _is_pipeline_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        if ignore_virtual or vp_stage is None:
-            # "The last rank", which logs; the executor brings the losses there.
-            last = original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
-            return last or (_results_on_both and pp_rank() == 0)
-        return is_last_stage(pp_rank(), vp_stage)
-
-    return is_pipeline_last_stage
-
-
-def _is_pp_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def is_pp_last_stage(pp_group: Any) -> bool:
-        from megatron.core.pipeline_parallel.utils import is_pp_first_stage
-
-        # Joined with ``is_vp_last_stage``, which is true on rank 0 alone, or by itself.
-        both = _running or _results_on_both
-        return original(pp_group) or (both and is_pp_first_stage(pp_group))
-
-    return is_pp_last_stage
-
-
-def _is_vp_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
-        last = original(vp_stage=vp_stage, vp_size=vp_size)
-        return last and (vp_size != CHUNKS or is_last_stage(pp_rank(), vp_stage))
-
-    return is_vp_last_stage
-
-
-def set_running(running: bool) -> None:
-    """Models are built, or run, from now on; else a call has returned."""
-    global _running
-    _running = running
-
-
-def results_on_both() -> bool:
-    """Whether the rank of the loss needs what the loss function returned, too."""
-    return _results_on_both
-
-
-def _with_results_on_both(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    global _results_on_both
-    before, _results_on_both = _results_on_both, True
-    try:
-        return original(*args, **kwargs)
-    finally:
-        _results_on_both = before
-
-
-def _batch_on_this_tp_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Stock broadcasts only tokens on the first rank and only labels on the last; rank 0 of a
-    # V needs both, which is what Megatron does for a rank with multi-token prediction.
-    if pp_rank() == 0:
-        kwargs["mtp_on_this_rank"] = True
-    return original(*args, **kwargs)
-
-
-_HOOKS = (
-    Hook(LAST_STAGE, _is_pipeline_last_stage, "no labels where the loss is computed"),
-    Hook(
-        LAST_STAGE_OF_GROUP,
-        _is_pp_last_stage,
-        "no labels where the loss is computed, for callers with process groups",
-    ),
-    Hook(
-        LAST_VIRTUAL_STAGE,
-        _is_vp_last_stage,
-        "an output layer, or labels, on the last rank too, for callers with process groups",
-    ),
-)
-# megatron-core's wheel had no training package before 0.17.
-_TRAINING_HOOKS = (
-    Hook(BATCH, around(_batch_on_this_tp_rank), "no labels on rank 0 with tensor parallelism"),
-)
-# slime keeps log-probabilities where they were returned, the last rank, and its loss reads them.
-_SLIME_HOOKS = (
-    Hook(
-        SLIME_FORWARD,
-        around(_with_results_on_both),
-        "no log-probabilities of the old policy where slime's loss is computed",
-    ),
-    Hook(
-        SLIME_ADVANTAGES,
-        around(_with_results_on_both),
-        "no advantages where slime's loss is computed",
-    ),
-)
-
-
-def role_hooks(training: bool) -> Sequence[Hook]:
-    """The hooks that give every asker the roles of a V.
+class Roles(Callback):
+    """Gives every asker the roles of a V.
 
     Args:
         training: Megatron's training package is in use.
+
+    Attributes:
+        running: models are built, or run; else a call has returned. "The last rank", asked for by
+            itself, is that of labels and the loss before, and that of the returned values then.
+        results_on_both: a trainer asks for the rank that has the returned values, and rank 0 needs
+            them too.
     """
-    slime = SLIME_FORWARD.loaded
-    return (
-        *_HOOKS,
-        *(_TRAINING_HOOKS if training else ()),
-        *(_SLIME_HOOKS if slime else ()),
+
+    def __init__(self, training: bool) -> None:
+        self.training, self.running, self.results_on_both = training, True, False
+
+    @hooked(LAST_STAGE, "no labels where the loss is computed")
+    def _is_pipeline_last_stage(
+        self,
+        original: Callable[..., bool],
+        ignore_virtual: bool = True,
+        vp_stage: int | None = None,
+    ) -> bool:
+        if ignore_virtual or vp_stage is None:
+            # "The last rank", which logs; the executor brings the losses there.
+            last = original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+            return last or (self.results_on_both and pp_rank() == 0)
+        return is_last_stage(pp_rank(), vp_stage)
+
+    @hooked(
+        LAST_STAGE_OF_GROUP, "no labels where the loss is computed, for callers with process groups"
     )
+    def _is_pp_last_stage(self, original: Callable[..., bool], pp_group: Any) -> bool:
+        from megatron.core.pipeline_parallel.utils import is_pp_first_stage
+
+        # Joined with ``is_vp_last_stage``, which is true on rank 0 alone, or by itself.
+        both = self.running or self.results_on_both
+        return original(pp_group) or (both and is_pp_first_stage(pp_group))
+
+    @hooked(
+        LAST_VIRTUAL_STAGE,
+        "an output layer, or labels, on the last rank too, for callers with process groups",
+    )
+    def _is_vp_last_stage(
+        self, original: Callable[..., bool], vp_stage: int | None, vp_size: int | None
+    ) -> bool:
+        last = original(vp_stage=vp_stage, vp_size=vp_size)
+        return last and (vp_size != CHUNKS or is_last_stage(pp_rank(), vp_stage))
+
+    # megatron-core's wheel had no training package before 0.17.
+    @hooked(BATCH, "no labels on rank 0 with tensor parallelism", lambda self: self.training)
+    def _batch_on_this_tp_rank(
+        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        # Stock broadcasts only tokens on the first rank and only labels on the last; rank 0 of a
+        # V needs both, which is what Megatron does for a rank with multi-token prediction.
+        if pp_rank() == 0:
+            kwargs["mtp_on_this_rank"] = True
+        return original(*args, **kwargs)
+
+    # slime keeps log-probabilities where they were returned, the last rank, and its loss reads
+    # them.
+    @hooked(
+        (SLIME_FORWARD, SLIME_ADVANTAGES),
+        "no log-probabilities of the old policy, or no advantages, where slime's loss is computed",
+        when=lambda self: SLIME_FORWARD.loaded,
+    )
+    def _with_results_on_both(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self.results_on_both = self.results_on_both, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.results_on_both = before
