@@ -114,9 +114,7 @@ def run(
     slots: int,
     *,
     copies: CopyQueue | None = None,
-    slack: list[int] | None = None,
-    skip_first: bool = False,
-) -> Run | None:
+) -> Run:
     """Execute ``rows``, every action as early as the order and its inputs allow.
 
     A rank runs until it lacks an input; the rank that fills that slot wakes it. Copies are started
@@ -126,11 +124,9 @@ def run(
         rows: of every rank.
         slots: how many slots there are.
         copies: takes the copies that actions ask for.
-        slack: per rank, the idle time after which the run is given up; consumed.
-        skip_first: with ``slack``: idle time before a rank's first action does not count.
 
     Returns:
-        None if it was given up; a run in which ranks wait for each other ends early.
+        What has run; where ranks wait for each other that is not all.
 
     Raises:
         RepeatedError: an action is there twice.
@@ -165,10 +161,6 @@ def run(
                 start, missing = _begin(more, j, start, ends)
                 if missing >= 0:
                     break
-            if start > time and slack is not None and (position or not skip_first):
-                slack[rank] -= start - time
-                if slack[rank] < 0:
-                    return None
             time = start + took
             slot = gives + j
             waiter = ends[slot]
@@ -230,7 +222,7 @@ class _Lanes(dict[tuple[Operation, int], Lane]):
 
 
 class _Nodes(dict[tuple[Operation, int], Row]):
-    """Their nodes, by microbatch: the same ones for every order that is timed."""
+    """Their nodes, by microbatch."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -330,14 +322,11 @@ class Program:
 
     def row(self, actions: Iterable[AnyAction]) -> Row:
         """Nodes of compute actions."""
-        lanes, row = self.lanes, []
+        nodes, row = self.nodes, []
         for action in actions:
             if type(action) is Action:
                 op, stage, microbatch = action
-                if self.units is None:
-                    row.append((lanes[op, stage], microbatch))
-                else:
-                    row.append(self.nodes[op, stage][microbatch])
+                row.append(nodes[op, stage][microbatch])
             else:
                 row.append((self._joint(action.parts), 0))
         return row
@@ -384,45 +373,3 @@ class Program:
                 waits = ((self.slot(_COPIED[Op.OFFLOAD], stage), 0),)
             row.append((Lane.of(0, waits, (self.slot(KIND[op], stage),), copy), j))
         return row
-
-
-def time_of(
-    orders: Sequence[Sequence[Action]],
-    program: Program,
-    *,
-    span: bool = False,
-    limit: int | None = None,
-) -> int | None:
-    """Makespan of compute actions, or with ``span`` the longest single rank's own span.
-
-    Args:
-        orders: of every rank; no joint actions.
-        program: of the pipeline; one for all orders that are compared.
-        limit: give up, and return None, once the time is known to exceed this.
-
-    Raises:
-        ValueError: the order cannot progress, or holds an action twice.
-    """
-    nodes = program.nodes
-    rows = [[nodes[op, stage][j] for op, stage, j in row] for row in orders]
-    slack = None
-    if limit is not None:
-        # A rank is done no sooner than its work and its idle time so far allow.
-        slack = [limit - sum([lane[0] for lane, _ in row]) for row in rows]
-        if min(slack) < 0:
-            return None
-    beside = program.collectives()
-    if slack is not None:
-        slack += [limit or 0] * len(beside)
-    done = run(rows + beside, program.pass_slots, slack=slack, skip_first=span)
-    if done is None:
-        return None
-    if any(position < len(row) for position, row in zip(done.at, rows)):
-        raise ValueError("the order cannot progress")
-    begins = [0] * len(rows)
-    if span:
-        begins = [
-            done.ends[row[0][0].gives + row[0][1]] - row[0][0].took if row else 0 for row in rows
-        ]
-    taken = max(end - begin for end, begin in zip(done.clock, begins))
-    return None if limit is not None and taken > limit else taken

@@ -317,7 +317,6 @@ class Replay:
             rank, position = error.args
             what = f"rank {rank}: {plain.ranks[rank][position]} repeats a pass that has already run"
             raise ScheduleError(f"{what}\n{grid.around(plain.ranks, rank, position)}") from None
-        assert done is not None  # only with a limit
         if any(position < len(row) for position, row in zip(done.at, every)):
             if network is not None:
                 raise ScheduleError(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import repeat
+from functools import cached_property
+from itertools import accumulate, repeat
+from operator import add
 from typing import NamedTuple
 
 from .actions import Action, Op, Operation
 from .costs import Durations
-from .effects import DEVICE, KINDS, beside, inputs, peak
+from .effects import DEVICE, KINDS, beside, inputs
 from .placement import Placement
 from .units import UnitCosts
 from .vocabulary import Vocabulary
@@ -53,6 +55,54 @@ class _Rest(NamedTuple):
     vocabulary: Vocabulary | None
 
 
+class _Edges:
+    """What tasks need, or feed: made when it is first asked for, as many tables are only timed.
+
+    Args:
+        tasks: the table.
+        lanes: of every lane, (lane, lag) of the tasks of the same unit.
+        reverse: it is what they feed.
+    """
+
+    def __init__(
+        self, tasks: Tasks, lanes: Sequence[Sequence[tuple[int, int]]], *, reverse: bool = False
+    ) -> None:
+        self._lanes, self._microbatch, self._reverse = lanes, tasks.microbatch, reverse
+        self._ops = [op for op, _ in tasks.lanes] if tasks.is_cut else []
+
+    @cached_property
+    def of_tasks(self) -> list[Edges]:
+        """(task, lag), by task."""
+        found: list[Edges] = []
+        units = len(self._microbatch)
+        for edges in self._lanes:
+            columns = [zip(range(k * units, (k + 1) * units), repeat(lag)) for k, lag in edges]
+            found += zip(*columns) if columns else [()] * units
+        for task, other in self._slices():
+            found[task] = (*found[task], (other, 0))
+        return found
+
+    def counts(self) -> list[int]:
+        """How many, by task."""
+        units = len(self._microbatch)
+        found = [len(edges) for edges in self._lanes for _ in range(units)]
+        for task, _ in self._slices():
+            found[task] += 1
+        return found
+
+    def _slices(self) -> Iterator[tuple[int, int]]:
+        """(task, other) of units of one microbatch, which need each other."""
+        microbatch, units = self._microbatch, len(self._microbatch)
+        for lane, op in enumerate(self._ops):
+            for unit in range(units):
+                before = beside(op, unit)
+                if before is None:
+                    break
+                if 0 <= before < units and microbatch[before] == microbatch[unit]:
+                    pair = lane * units + unit, lane * units + before
+                    yield pair[::-1] if self._reverse else pair
+
+
 class Tasks:
     """All passes of one iteration, by number; those of an operation and stage are a *lane*.
 
@@ -69,8 +119,6 @@ class Tasks:
         rank, lane, duration, take, give: by task. A lane's tasks run in the order of
             ``lane_order``; ``take`` is what its start takes of its rank's memory, ``give`` what its
             end gives back.
-        needs: by task, (other task, lag): it may start ``lag`` after the end of the other.
-        feeds: the same the other way round.
     """
 
     def __init__(
@@ -105,8 +153,7 @@ class Tasks:
         for lane, edges in enumerate(needed):
             for other, lag in edges:
                 users[other].append((lane, lag))
-        self.needs, self.feeds = self._edges(needed), self._edges(users)
-        self._add_slices()
+        self._needs, self._feeds = _Edges(self, needed), _Edges(self, users, reverse=True)
 
     def _lanes(self) -> Iterator[tuple[Operation, int]]:
         stages = range(self.placement.num_stages)
@@ -131,14 +178,23 @@ class Tasks:
         return len(self.microbatch)
 
     @property
-    def _is_cut(self) -> bool:
+    def needs(self) -> list[Edges]:
+        """By task, (other task, lag): it may start ``lag`` after the end of the other."""
+        return self._needs.of_tasks
+
+    @property
+    def feeds(self) -> list[Edges]:
+        """The same the other way round."""
+        return self._feeds.of_tasks
+
+    def waits(self) -> list[int]:
+        """By task, how many others it needs."""
+        return self._needs.counts()
+
+    @property
+    def is_cut(self) -> bool:
         """True if some microbatch has several units."""
         return self.microbatch[-1] + 1 < self.units
-
-    def like(self, microbatches: int) -> Tasks:
-        """The same pipeline with another number of whole microbatches."""
-        durations, fused, vocabulary = self._rest
-        return Tasks(self.placement, durations, microbatches, fused=fused, vocabulary=vocabulary)
 
     def number(self, op: Operation, stage: int, unit: int) -> int:
         """Of one pass; of a BW also by its B or W."""
@@ -157,34 +213,10 @@ class Tasks:
         for kind, other, lag in sources(op, stage, self.placement, durations, vocabulary):
             yield self.number(kind, other, 0) // self.units, lag
 
-    def _edges(self, lanes: Sequence[Sequence[tuple[int, int]]]) -> list[Edges]:
-        """Of every task, to those of these lanes with the same unit."""
-        found: list[Edges] = []
-        units = self.units
-        for edges in lanes:
-            columns = [zip(range(k * units, (k + 1) * units), repeat(lag)) for k, lag in edges]
-            found += zip(*columns) if columns else [()] * units
-        return found
-
-    def _add_slices(self) -> None:
-        """What units of one microbatch need of each other."""
-        units, microbatch = self.units, self.microbatch
-        if not self._is_cut:
-            return
-        for lane, (op, _) in enumerate(self.lanes):
-            for unit in range(units):
-                before = beside(op, unit)
-                if before is None:
-                    break
-                if 0 <= before < units and microbatch[before] == microbatch[unit]:
-                    task, other = lane * units + unit, lane * units + before
-                    self.needs[task] = (*self.needs[task], (other, 0))
-                    self.feeds[other] = (*self.feeds[other], (task, 0))
-
     def lane_order(self, lane: int) -> list[int]:
         """Its tasks: microbatches rise; the units of one fall in backward passes."""
         order, first = list(range(lane * self.units, (lane + 1) * self.units)), lane * self.units
-        if self._is_cut and self.lanes[lane][0] in (Op.B, Op.W, Op.BW):
+        if self.is_cut and self.lanes[lane][0] in (Op.B, Op.W, Op.BW):
             order.sort(key=lambda task: (self.microbatch[task - first], -task))
         return order
 
@@ -210,14 +242,24 @@ class Tasks:
     def backward(self) -> Tasks:
         """The same in reversed time: what was needed is fed, what was given back is taken."""
         other = copy.copy(self)
-        other.needs, other.feeds = self.feeds, self.needs
+        other._needs, other._feeds = self._feeds, self._needs
         other.take, other.give = self.give, self.take
         return other
 
     def peaks(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """The most that each rank holds at once."""
+        take, net = self.take, list(map(int.__sub__, self.take, self.give))
         return [
-            peak(x for task in row for x in (self.take[task], -self.give[task])) for row in rows
+            # Before a task, and while it runs.
+            max(
+                map(
+                    add,
+                    accumulate([net[task] for task in row], initial=0),
+                    map(take.__getitem__, row),
+                ),
+                default=0,
+            )
+            for row in rows
         ]
 
     def fits(self, rows: Sequence[Sequence[int]], caps: Sequence[int]) -> bool:

@@ -40,8 +40,8 @@ class _Times:
 
     def __init__(self, tasks: Tasks, durations: Durations) -> None:
         self.placement, self.microbatches, self.durations = tasks.placement, tasks.units, durations
-        self._tasks, self._missing = tasks, [len(needs) for needs in tasks.needs]
-        self._ready = [0] * len(tasks.needs)
+        self._tasks, self._missing = tasks, tasks.waits()
+        self._ready = [0] * len(tasks.rank)
         self._joint: dict[tuple[int, int, Operation], int] = {}
 
     def ready(self, op: Op, stage: int, microbatch: int) -> int:

@@ -75,8 +75,7 @@ def _interleaved_zb_fixed(request: Request) -> RankActions:
 
 
 def _vee(name: str) -> Make:
-    vee = VEES[name]
-    return lambda request: named_order(request, vee.order, vee.cap(request.pp))
+    return lambda request: request.tasks.actions(named_order(request, VEES[name]).rows)
 
 
 _v_zb, _v_half, _v_min = map(_vee, ("v-zb", "v-half", "v-min"))
