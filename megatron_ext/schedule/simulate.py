@@ -374,7 +374,7 @@ def _without_copies(schedule: Schedule) -> Schedule:
 
 def _at(done: Run, node: Node) -> int:
     lane, j = node
-    return done.ends[lane.gives + j]
+    return done.ends[lane.gives[0] + j]
 
 
 def _last(end: _Times) -> int:
