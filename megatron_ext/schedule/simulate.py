@@ -10,13 +10,12 @@ from . import grid
 from .actions import Action, AnyAction, Op
 from .copies import Copies, Copy
 from .costs import Costs, Durations
-from .effects import curve, peak_host_sets
+from .effects import curve, peak_host_sets, step
 from .event_loop import KIND, Node, Program, RepeatedError, Row, Run, run
 from .link import Link, LinkTimes
 from .network import Network, NetworkProgram
 from .schedule import Schedule, ScheduleError
 from .tasks import sources
-from .units import step
 from .vocabulary import peak_held
 
 
