@@ -31,7 +31,7 @@ def one_by_one(tasks: Tasks) -> Rows:
     """One microbatch after the other, forward and back: a base for every cap that holds one."""
     lanes = range(tasks.lane[-1] + 1)
     place = {task: k for lane in lanes for k, task in enumerate(tasks.lane_order(lane))}
-    missing = tasks.waits()
+    missing = list(map(len, tasks.needs))
     rows: Rows = [[] for _ in range(tasks.placement.pp)]
 
     def item(task: int) -> tuple[int, int, int]:
@@ -42,7 +42,8 @@ def one_by_one(tasks: Tasks) -> Rows:
     while ready:
         task = heappop(ready)[-1]
         rows[tasks.rank[task]].append(task)
-        for other, _ in tasks.feeds[task]:
+        for step, _ in tasks.feeds[task]:
+            other = task + step
             missing[other] -= 1
             if not missing[other]:
                 heappush(ready, item(other))
@@ -55,7 +56,8 @@ _WAITED_FOR = -2  # in the place of an end: a rank stands before this task
 def replay(tasks: Tasks, rows: Sequence[Sequence[int]]) -> list[int] | None:
     """When every task ends if each rank runs its row in order, as early as it can; None if ranks
     wait for each other in a circle."""
-    ends, ready, missing = [-1] * len(tasks.rank), [0] * len(tasks.rank), tasks.waits()
+    ends, ready = [-1] * len(tasks.rank), [0] * len(tasks.rank)
+    missing = list(map(len, tasks.needs))
     rank_of, duration, feeds = tasks.rank, tasks.duration, tasks.feeds
     at, clock = [0] * len(rows), [0] * len(rows)
     awake = list(range(len(rows)))
@@ -70,7 +72,8 @@ def replay(tasks: Tasks, rows: Sequence[Sequence[int]]) -> list[int] | None:
             if time < ready[task]:
                 time = ready[task]
             ends[task] = time = time + duration[task]
-            for other, lag in feeds[task]:
+            for step, lag in feeds[task]:
+                other = task + step
                 missing[other] = left = missing[other] - 1
                 if time + lag > ready[other]:
                     ready[other] = time + lag
@@ -153,7 +156,7 @@ class _Run:
         order: Rows,
     ) -> None:
         self.tasks, self.needs, self.feeds = tasks, tasks.needs, tasks.feeds
-        self.missing = tasks.waits()
+        self.missing = list(map(len, tasks.needs))
         self.ready, self.ends = [0] * len(tasks.rank), [-1] * len(tasks.rank)
         self.place = _places(base, len(tasks.rank))
         self.prefer = self.place if order is base else _places(order, len(tasks.rank))
@@ -184,7 +187,8 @@ class _Run:
                 patient, todo = True, todo - 1
                 task = rank.start(chosen)
                 ends[task] = clock[number] = end = now + duration[task]
-                for other, lag in feeds[task]:
+                for step, lag in feeds[task]:
+                    other = task + step
                     missing[other] -= 1
                     time = end + lag
                     if time > ready[other]:
@@ -313,7 +317,8 @@ class _Rank:
         """The earliest time at which it may be ready, as far as its own inputs say."""
         run = self._run
         time, ends, took = run.ready[task], run.ends, run.tasks.duration
-        for other, lag in run.needs[task]:
+        for step, lag in run.needs[task]:
+            other = task + step
             if ends[other] < 0 and now + took[other] + lag > time:
                 time = now + took[other] + lag
         return time

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cached_property
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
@@ -44,7 +43,7 @@ def sources(
     return found
 
 
-Edges = tuple[tuple[int, int], ...]  # (task, lag)
+Edges = tuple[tuple[int, int], ...]  # (step to another task's number, lag)
 
 
 class _Rest(NamedTuple):
@@ -53,54 +52,6 @@ class _Rest(NamedTuple):
     durations: Durations
     fused: Collection[int]
     vocabulary: Vocabulary | None
-
-
-class _Edges:
-    """What tasks need, or feed: made when it is first asked for, as many tables are only timed.
-
-    Args:
-        tasks: the table.
-        lanes: of every lane, (lane, lag) of the tasks of the same unit.
-        reverse: it is what they feed.
-    """
-
-    def __init__(
-        self, tasks: Tasks, lanes: Sequence[Sequence[tuple[int, int]]], *, reverse: bool = False
-    ) -> None:
-        self._lanes, self._microbatch, self._reverse = lanes, tasks.microbatch, reverse
-        self._ops = [op for op, _ in tasks.lanes] if tasks.is_cut else []
-
-    @cached_property
-    def of_tasks(self) -> list[Edges]:
-        """(task, lag), by task."""
-        found: list[Edges] = []
-        units = len(self._microbatch)
-        for edges in self._lanes:
-            columns = [zip(range(k * units, (k + 1) * units), repeat(lag)) for k, lag in edges]
-            found += zip(*columns) if columns else [()] * units
-        for task, other in self._slices():
-            found[task] = (*found[task], (other, 0))
-        return found
-
-    def counts(self) -> list[int]:
-        """How many, by task."""
-        units = len(self._microbatch)
-        found = [len(edges) for edges in self._lanes for _ in range(units)]
-        for task, _ in self._slices():
-            found[task] += 1
-        return found
-
-    def _slices(self) -> Iterator[tuple[int, int]]:
-        """(task, other) of units of one microbatch, which need each other."""
-        microbatch, units = self._microbatch, len(self._microbatch)
-        for lane, op in enumerate(self._ops):
-            for unit in range(units):
-                before = beside(op, unit)
-                if before is None:
-                    break
-                if 0 <= before < units and microbatch[before] == microbatch[unit]:
-                    pair = lane * units + unit, lane * units + before
-                    yield pair[::-1] if self._reverse else pair
 
 
 class Tasks:
@@ -119,6 +70,9 @@ class Tasks:
         rank, lane, duration, take, give: by task. A lane's tasks run in the order of
             ``lane_order``; ``take`` is what its start takes of its rank's memory, ``give`` what its
             end gives back.
+        needs: by task, (step, lag): it may start ``lag`` after the end of the task whose number is
+            larger by ``step``.
+        feeds: the same the other way round.
     """
 
     def __init__(
@@ -153,7 +107,8 @@ class Tasks:
         for lane, edges in enumerate(needed):
             for other, lag in edges:
                 users[other].append((lane, lag))
-        self._needs, self._feeds = _Edges(self, needed), _Edges(self, users, reverse=True)
+        self.needs, self.feeds = self._edges(needed), self._edges(users)
+        self._add_slices()
 
     def _lanes(self) -> Iterator[tuple[Operation, int]]:
         stages = range(self.placement.num_stages)
@@ -178,20 +133,6 @@ class Tasks:
         return len(self.microbatch)
 
     @property
-    def needs(self) -> list[Edges]:
-        """By task, (other task, lag): it may start ``lag`` after the end of the other."""
-        return self._needs.of_tasks
-
-    @property
-    def feeds(self) -> list[Edges]:
-        """The same the other way round."""
-        return self._feeds.of_tasks
-
-    def waits(self) -> list[int]:
-        """By task, how many others it needs."""
-        return self._needs.counts()
-
-    @property
     def is_cut(self) -> bool:
         """True if some microbatch has several units."""
         return self.microbatch[-1] + 1 < self.units
@@ -212,6 +153,26 @@ class Tasks:
         durations, _, vocabulary = self._rest
         for kind, other, lag in sources(op, stage, self.placement, durations, vocabulary):
             yield self.number(kind, other, 0) // self.units, lag
+
+    def _edges(self, lanes: Sequence[Sequence[tuple[int, int]]]) -> list[Edges]:
+        """Of every task, to those of these lanes with the same unit; one object for a lane."""
+        found: list[Edges] = []
+        for lane, edges in enumerate(lanes):
+            found += [tuple(((k - lane) * self.units, lag) for k, lag in edges)] * self.units
+        return found
+
+    def _add_slices(self) -> None:
+        """What units of one microbatch need of each other."""
+        units, microbatch = self.units, self.microbatch
+        for lane, (op, _) in enumerate(self.lanes if self.is_cut else ()):
+            for unit in range(units):
+                before = beside(op, unit)
+                if before is None:
+                    break
+                if 0 <= before < units and microbatch[before] == microbatch[unit]:
+                    task, step = lane * units + unit, before - unit
+                    self.needs[task] = (*self.needs[task], (step, 0))
+                    self.feeds[task + step] = (*self.feeds[task + step], (-step, 0))
 
     def lane_order(self, lane: int) -> list[int]:
         """Its tasks: microbatches rise; the units of one fall in backward passes."""
@@ -242,7 +203,7 @@ class Tasks:
     def backward(self) -> Tasks:
         """The same in reversed time: what was needed is fed, what was given back is taken."""
         other = copy.copy(self)
-        other._needs, other._feeds = self._feeds, self._needs
+        other.needs, other.feeds = self.feeds, self.needs
         other.take, other.give = self.give, self.take
         return other
 
