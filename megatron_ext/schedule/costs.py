@@ -120,6 +120,17 @@ def _number(value: Number, what: str, *, positive: bool) -> Fraction:
     return number
 
 
+def _row(row: Sequence[Number], names: Sequence[str], of: str, what: str, *, positive: bool) -> Any:
+    """A row of times, one for each name.
+
+    Raises:
+        ValueError: there are not as many, or one is out of range.
+    """
+    if isinstance(row, str) or len(row) != len(names):
+        raise ValueError(f"{what}, got {shown(row)}")
+    return tuple(_number(x, f"{name} of {of}", positive=positive) for x, name in zip(row, names))
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times of one microbatch on one rank, in any one unit, and the latency of one hop.
@@ -168,14 +179,10 @@ class Costs:
             ]
         rows = None
         if stages is not None:
-            rows = []
-            for s, row in enumerate(stages):
-                if isinstance(row, str) or len(row) != 3:
-                    raise ValueError(f"stage {s} needs three costs F,B,W, got {shown(row)}")
-                f, b, w = (
-                    _number(x, f"{n} of stage {s}", positive=True) for x, n in zip(row, "FBW")
-                )
-                rows.append((f, b, w))
+            rows = [
+                _row(row, "FBW", f"stage {s}", f"stage {s} needs three costs F,B,W", positive=True)
+                for s, row in enumerate(stages)
+            ]
         return cls(
             _number(forward, "F", positive=True),
             _number(backward_input, "B", positive=True),
@@ -214,12 +221,8 @@ class Costs:
         Raises:
             ValueError: not pairs of numbers >= 0.
         """
-        rows = []
-        for row in times:
-            if isinstance(row, str) or len(row) != 2:
-                raise ValueError(f"the exchange needs two times F,B, got {shown(row)}")
-            f, b = (_number(x, f"{n} of the exchange", positive=False) for x, n in zip(row, "FB"))
-            rows.append((f, b))
+        what = "the exchange needs two times F,B"
+        rows = (_row(row, "FB", "the exchange", what, positive=False) for row in times)
         return replace(self, exchange=tuple(rows))
 
     def with_units(self, shares: Sequence[Sequence[Number]] | None) -> Costs:
@@ -230,14 +233,11 @@ class Costs:
         """
         if shares is None:
             return replace(self, units=None)
-        rows = []
-        for u, row in enumerate(shares):
-            if isinstance(row, str) or len(row) != 4:
-                raise ValueError(f"unit {u} needs four shares F,B,W,size, got {shown(row)}")
-            names = ("F", "B", "W", "the set")
-            rows.append(
-                tuple(_number(x, f"{n} of unit {u}", positive=True) for x, n in zip(row, names))
-            )
+        names, what = ("F", "B", "W", "the set"), "needs four shares F,B,W,size"
+        rows = (
+            _row(row, names, f"unit {u}", f"unit {u} {what}", positive=True)
+            for u, row in enumerate(shares)
+        )
         return replace(self, units=tuple(rows))
 
     def computation(self) -> Costs:
@@ -324,12 +324,11 @@ class Costs:
             "backward_weight": number_to_json(self.backward_weight),
             "hop": number_to_json(self.hop),
         }
-        if self.stages is not None:
-            data["stages"] = [[number_to_json(x) for x in row] for row in self.stages]
+        for name, rows in (("stages", self.stages), ("exchange", self.exchange)):
+            if rows is not None:
+                data[name] = [[number_to_json(x) for x in row] for row in rows]
         if self.vocabulary is not None:
             data["vocabulary"] = [number_to_json(x) for x in self.vocabulary]
-        if self.exchange is not None:
-            data["exchange"] = [[number_to_json(x) for x in row] for row in self.exchange]
         if self.units is not None:
             data["units"] = [[_exact(x) for x in row] for row in self.units]
         return data
@@ -344,31 +343,20 @@ class Costs:
         if not isinstance(data, dict):
             raise ValueError(f'"cost" must be an object, got {shown(data)}')
         only_known(data, _FIELDS, '"cost"')
-        rows = data.get("stages")
-        if rows is not None and not isinstance(rows, list):
-            raise ValueError(f'"stages" of "cost" must be a list, got {shown(rows)}')
-        vocabulary = data.get("vocabulary")
-        if vocabulary is not None and not isinstance(vocabulary, list):
-            raise ValueError(f'"vocabulary" of "cost" must be a list, got {shown(vocabulary)}')
-        costs: Costs = cls.of(
-            data.get("forward", 1),
-            data.get("backward_input", 1),
-            data.get("backward_weight", 1),
-            data.get("hop", 0),
-            rows,
-            vocabulary,
-        )
-        units = data.get("units")
-        if units is not None:
-            if not isinstance(units, list) or not all(isinstance(row, list) for row in units):
-                raise ValueError(f'"units" of "cost" must be a list of rows, got {shown(units)}')
-            costs = costs.with_units(units)
-        exchange = data.get("exchange")
-        if exchange is None:
-            return costs
-        if not isinstance(exchange, list) or not all(isinstance(row, list) for row in exchange):
-            raise ValueError(f'"exchange" of "cost" must be a list of rows, got {shown(exchange)}')
-        return costs.with_exchange(exchange)
+        lists = {name: data.get(name) for name in ("stages", "vocabulary", "units", "exchange")}
+        for name, found in lists.items():
+            rows = name in ("units", "exchange")
+            good = isinstance(found, list) and not (
+                rows and any(not isinstance(row, list) for row in found)
+            )
+            if found is not None and not good:
+                what = "list of rows" if rows else "list"
+                raise ValueError(f'"{name}" of "cost" must be a {what}, got {shown(found)}')
+        f, b, w = (data.get(name, 1) for name in _FIELDS[:3])
+        costs = cls.of(f, b, w, data.get("hop", 0), lists["stages"], lists["vocabulary"])
+        costs = costs.with_units(lists["units"])
+        sent = lists["exchange"]
+        return costs if sent is None else costs.with_exchange(sent)
 
 
 def with_stage_file(costs: Costs, path: str | Path) -> Costs:

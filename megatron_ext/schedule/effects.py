@@ -6,12 +6,13 @@ in the tables here, or of bytes, with the weights of the one who asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TypeVar
 
 from .actions import Action, AnyAction, Op, Operation
+from .units import UnitCosts
 
 KINDS = (Op.F, Op.B, Op.W)  # of results of a stage's passes; a BW has two
 # Messages that carry a result to another rank.
@@ -30,6 +31,7 @@ HOST: dict[Operation, int] = {Op.OFFLOAD: 1, Op.B: -1, Op.BW: -1}
 CALLS: dict[Operation, int] = {Op.F: 1, Op.B: -1, Op.BW: -1}
 FREES = frozenset({Op.W, Op.BW})
 
+Table = Mapping[Operation, int]
 Time = TypeVar("Time", int, float)
 
 
@@ -94,8 +96,28 @@ def passes(row: Iterable[AnyAction]) -> Iterator[Action]:
             yield from action.parts
 
 
-def steps(row: Iterable[AnyAction], table: dict[Operation, int] = DEVICE) -> Iterator[int]:
-    """Change of the number of sets by every pass and copy of a rank, 0 where there is none."""
+def step(action: Action, sizes: Sequence[UnitCosts] | None = None, table: Table = DEVICE) -> int:
+    """What a pass or copy takes of its rank's memory, or less than 0 if it frees some.
+
+    Args:
+        action: not a joint one.
+        sizes: of all units' sets; None: all are 1.
+        table: what an operation takes of a set of 1.
+    """
+    change = table.get(action[0], 0)
+    if sizes is None or not change:
+        return change
+    unit = sizes[action[2]]
+    return change * (unit.size if change > 0 else unit.freed)
+
+
+def steps(
+    row: Iterable[AnyAction], table: Table = DEVICE, sizes: Sequence[UnitCosts] | None = None
+) -> Iterator[int]:
+    """``step`` of every pass and copy of a rank."""
+    if sizes is not None:
+        yield from (step(action, sizes, table) for action in passes(row))
+        return
     get = table.get
     for action in row:
         if type(action) is Action:
@@ -109,14 +131,19 @@ def peak(changes: Iterable[int], start: int = 0) -> int:
     return max(accumulate(changes, initial=start))
 
 
-def peak_sets(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
+def peak_sets(
+    ranks: Sequence[Sequence[AnyAction]], sizes: Sequence[UnitCosts] | None = None
+) -> list[int]:
     """Most activation sets resident at once on each rank; depends on the order only.
 
     0 everywhere if no rank has a backward action: a forward-only schedule keeps no sets.
+
+    Args:
+        sizes: of the units' sets; None: a set is 1.
     """
     if not any(action.op in FREES for row in ranks for action in passes(row)):
         return [0] * len(ranks)
-    return [peak(steps(row)) for row in ranks]
+    return [peak(steps(row, DEVICE, sizes)) for row in ranks]
 
 
 def peak_calls(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
@@ -124,15 +151,20 @@ def peak_calls(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
     return [peak(steps(row, CALLS)) for row in ranks]
 
 
-def peak_host_sets(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
+def peak_host_sets(
+    ranks: Sequence[Sequence[AnyAction]], sizes: Sequence[UnitCosts] | None = None
+) -> list[int]:
     """Most sets with a copy on the host at once on each rank; depends on the order only.
 
     A host copy is there from its OFFLOAD to its B (or BW), which waits for the copy back.
+
+    Args:
+        sizes: as ``peak_sets``.
     """
     peaks = []
     for row in ranks:
         offloaded = {a[1:] for a in passes(row) if a.op is Op.OFFLOAD}
-        peaks.append(peak(steps((a for a in passes(row) if a[1:] in offloaded), HOST)))
+        peaks.append(peak(steps((a for a in passes(row) if a[1:] in offloaded), HOST, sizes)))
     return peaks
 
 

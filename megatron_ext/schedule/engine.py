@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 
@@ -31,7 +31,7 @@ def one_by_one(tasks: Tasks) -> Rows:
     """One microbatch after the other, forward and back: a base for every cap that holds one."""
     lanes = range(tasks.lane[-1] + 1)
     place = {task: k for lane in lanes for k, task in enumerate(tasks.lane_order(lane))}
-    missing = [len(edges) for edges in tasks.needs]
+    missing = list(map(len, tasks.needs))
     rows: Rows = [[] for _ in range(tasks.placement.pp)]
 
     def item(task: int) -> tuple[int, int, int]:
@@ -42,18 +42,22 @@ def one_by_one(tasks: Tasks) -> Rows:
     while ready:
         task = heappop(ready)[-1]
         rows[tasks.rank[task]].append(task)
-        for other, _ in tasks.feeds[task]:
+        for step, _ in tasks.feeds[task]:
+            other = task + step
             missing[other] -= 1
             if not missing[other]:
                 heappush(ready, item(other))
     return rows
 
 
+_WAITED_FOR = -2  # in the place of an end: a rank stands before this task
+
+
 def replay(tasks: Tasks, rows: Sequence[Sequence[int]]) -> list[int] | None:
     """When every task ends if each rank runs its row in order, as early as it can; None if ranks
     wait for each other in a circle."""
-    ends = [-1] * len(tasks.rank)
-    missing, ready = [len(edges) for edges in tasks.needs], [0] * len(ends)
+    ends, ready = [-1] * len(tasks.rank), [0] * len(tasks.rank)
+    missing = list(map(len, tasks.needs))
     rank_of, duration, feeds = tasks.rank, tasks.duration, tasks.feeds
     at, clock = [0] * len(rows), [0] * len(rows)
     awake = list(range(len(rows)))
@@ -63,19 +67,31 @@ def replay(tasks: Tasks, rows: Sequence[Sequence[int]]) -> list[int] | None:
         for position in range(at[rank], len(row)):
             task = row[position]
             if missing[task]:
+                ends[task], at[rank] = _WAITED_FOR, position
                 break
             if time < ready[task]:
                 time = ready[task]
             ends[task] = time = time + duration[task]
-            at[rank] = position + 1
-            for other, lag in feeds[task]:
-                missing[other] -= 1
+            for step, lag in feeds[task]:
+                other = task + step
+                missing[other] = left = missing[other] - 1
                 if time + lag > ready[other]:
                     ready[other] = time + lag
-                if not missing[other] and rank_of[other] != rank:
+                if not left and ends[other] == _WAITED_FOR:
                     awake.append(rank_of[other])
+        else:
+            at[rank] = len(row)
         clock[rank] = time
     return ends if all(at[rank] == len(row) for rank, row in enumerate(rows)) else None
+
+
+def time_of(tasks: Tasks, rows: Sequence[Sequence[int]], *, span: bool = False) -> int | None:
+    """Makespan of an order, or the longest single rank's own span; None if it cannot run."""
+    ends = replay(tasks, rows)
+    if ends is None or not span:
+        return max(ends) if ends else None
+    took = tasks.duration
+    return max(ends[row[-1]] - ends[row[0]] + took[row[0]] for row in rows if row)
 
 
 def earliest(tasks: Tasks) -> list[int]:
@@ -122,7 +138,14 @@ def list_schedule(
 
 
 class _Run:
-    """One list schedule: what all ranks share."""
+    """One list schedule: what all ranks share.
+
+    Attributes:
+        missing: by task, how many inputs have not come yet.
+        ready: by task, when the last of those that have come was there.
+        ends: by task; less than 0 if it has not started.
+        place, prefer: by task, its place in the base and in the order of preference.
+    """
 
     def __init__(
         self,
@@ -132,62 +155,86 @@ class _Run:
         gaps: Sequence[Fraction],
         order: Rows,
     ) -> None:
-        self.tasks = tasks
-        self.missing = [len(edges) for edges in tasks.needs]
+        self.tasks, self.needs, self.feeds = tasks, tasks.needs, tasks.feeds
+        self.missing = list(map(len, tasks.needs))
         self.ready, self.ends = [0] * len(tasks.rank), [-1] * len(tasks.rank)
+        self.place = _places(base, len(tasks.rank))
+        self.prefer = self.place if order is base else _places(order, len(tasks.rank))
         self.ranks = [_Rank(self, *one) for one in zip(base, caps, gaps, order)]
 
     def rows(self) -> Rows:
         """Of every rank, as they started."""
-        ranks, rank_of, feeds = self.ranks, self.tasks.rank, self.tasks.feeds
-        missing, ready = self.missing, self.ready
-        todo, now = len(rank_of), 0
-        wakes = [(0, rank) for rank in range(len(ranks))]
+        ranks, rank_of, duration = self.ranks, self.tasks.rank, self.tasks.duration
+        feeds, missing, ready, ends = self.feeds, self.missing, self.ready, self.ends
+        todo, now, count = len(rank_of), 0, len(ranks)
+        clock, idle = [0] * count, [True] * count  # when every rank is free; it waits then
+        coming: Rows = [[] for _ in ranks]  # when inputs come to a rank that does not wait
+        wakes = list(range(count))  # a moment times the number of ranks, and the rank
         patient = True
         while todo:
             if not wakes:  # every rank waits for another one: none waits once
                 assert patient, "the base cannot be run task by task"
                 patient = False
-                wakes = [(max(now, rank.clock), number) for number, rank in enumerate(ranks)]
+                wakes = [max(now, free) * count + number for number, free in enumerate(clock)]
                 heapify(wakes)
-            now, number = heappop(wakes)
-            rank = ranks[number]
-            if now < rank.clock:
+            now, number = divmod(heappop(wakes), count)
+            if now < clock[number]:
                 continue
-            task = rank.choose(now, patient)
-            while task is not None:
+            rank = ranks[number]
+            chosen = rank.choose(now, patient)
+            idle[number] = False
+            while chosen >= 0:
                 patient, todo = True, todo - 1
-                end = rank.start(task, now)
-                for other, lag in feeds[task]:
+                task = rank.start(chosen)
+                ends[task] = clock[number] = end = now + duration[task]
+                for step, lag in feeds[task]:
+                    other = task + step
                     missing[other] -= 1
                     time = end + lag
                     if time > ready[other]:
                         ready[other] = time
                     fed = rank_of[other]
-                    if (fed != number or lag) and ranks[fed].clock <= time:
-                        heappush(wakes, (time, fed))
-                if not wakes or wakes[0][0] > end:  # nothing happens until then
-                    now = end
-                    task = rank.choose(now, patient)
-                else:
-                    heappush(wakes, (end, number))
+                    if idle[fed]:
+                        heappush(wakes, time * count + fed)
+                    elif (fed != number or lag) and clock[fed] <= time:
+                        coming[fed].append(time)
+                if wakes and wakes[0] < (end + 1) * count:
+                    heappush(wakes, end * count + number)
                     break
+                now = end  # nothing happens until then
+                chosen = rank.choose(now, patient)
+            else:
+                idle[number] = True
+                for time in coming[number]:
+                    if time > now:
+                        heappush(wakes, time * count + number)
+                coming[number].clear()
         return [rank.row for rank in ranks]
+
+
+def _places(rows: Rows, tasks: int) -> list[int]:
+    """By task, its place in its row."""
+    found = [0] * tasks
+    for row in rows:
+        for place, task in enumerate(row):
+            found[task] = place
+    return found
 
 
 class _Memory:
     """What one rank holds, and what it has still to hold in the order of its base."""
 
-    def __init__(self, tasks: Tasks, base: list[int], cap: int) -> None:
-        self._tasks, self._base, self._cap = tasks, base, cap
-        self._place = {task: k for k, task in enumerate(base)}
+    def __init__(self, run: _Run, base: list[int], cap: int) -> None:
+        tasks = run.tasks
+        self._take, self._give, self._base, self._cap = tasks.take, tasks.give, base, cap
+        self._place = run.place
         self._left, self._first = [True] * len(base), 0  # of the base: what has not started
         self._held = 0  # once what runs has ended
         self.growing = sum(tasks.take[task] > tasks.give[task] for task in base)
 
     def has_room(self, task: int) -> bool:
         """True if it fits, and what stands before it in the base fits behind it."""
-        take, give, cap, held = self._tasks.take, self._tasks.give, self._cap, self._held
+        take, give, cap, held = self._take, self._give, self._cap, self._held
         held += take[task]
         if held > cap:
             return False
@@ -211,7 +258,7 @@ class _Memory:
         while first < most and not left[first]:
             first += 1
         self._first = first
-        net = self._tasks.take[task] - self._tasks.give[task]
+        net = self._take[task] - self._give[task]
         self.growing -= net > 0
         self._held += net
 
@@ -224,65 +271,64 @@ class _Rank:
         base, cap, gap, order: its own.
 
     Attributes:
-        clock: when it is free.
         row: what it has started.
     """
 
     def __init__(
-        self, run: _Run, base: list[int], cap: int, gap: Fraction, order: Iterable[int]
+        self, run: _Run, base: list[int], cap: int, gap: Fraction, order: list[int]
     ) -> None:
-        self._run, self._memory = run, _Memory(run.tasks, base, cap)
-        self._gap = gap.as_integer_ratio()
-        self._prefer = {task: k for k, task in enumerate(order)}
-        self._lanes: dict[int, list[int]] = {}
+        self._run, self._memory = run, _Memory(run, base, cap)
+        self._gap, self._order = gap.as_integer_ratio(), order
+        lane, ahead = run.tasks.lane, dict[int, int]()
+        self._follower = [-1] * len(order)  # the next of its lane; all by place in the order
         for task in reversed(base):
-            self._lanes.setdefault(run.tasks.lane[task], []).append(task)
-        # The next task of every lane, those that are preferred first.
-        self._heads = sorted((self._prefer[lane[-1]], lane[-1]) for lane in self._lanes.values())
-        self.clock, self.row = 0, list[int]()
+            place = run.prefer[task]
+            self._follower[place] = ahead.get(lane[task], -1)
+            ahead[lane[task]] = place
+        self._heads = sorted(ahead.values())  # the next task of every lane
+        self.row = list[int]()
 
-    def choose(self, now: int, patient: bool) -> int | None:
-        """What it starts now, if anything."""
-        run, memory = self._run, self._memory
-        missing, ready, tasks = run.missing, run.ready, run.tasks
+    def choose(self, now: int, patient: bool) -> int:
+        """Which of the next tasks it starts now, by their places; less than 0: none."""
+        run, memory, order = self._run, self._memory, self._order
+        missing, ready, duration = run.missing, run.ready, run.tasks.duration
         share, whole = self._gap
-        soonest = -1  # when one that is preferred may be ready; negative: there is none
-        spare: int | None = None
-        for _, task in self._heads:
+        soonest = spare = -1  # when one that is preferred may be ready; negative: there is none
+        for index, place in enumerate(self._heads):
+            task = order[place]
             if missing[task] or ready[task] > now:
                 if share and patient:
                     expected = self._expected(task, now)
                     if (soonest < 0 or expected < soonest) and memory.has_room(task):
                         soonest = expected
             elif (
-                soonest < 0 or (soonest - now) * whole >= share * tasks.duration[task]
+                soonest < 0 or (soonest - now) * whole >= share * duration[task]
             ) and memory.has_room(task):
-                if memory.growing or tasks.feeds[task]:
-                    return task
-                if spare is None:  # nobody waits for it, and its memory is of no use any more
-                    spare = task
-        if spare is None or soonest < 0:
+                if memory.growing or run.feeds[task]:
+                    return index
+                if spare < 0:  # nobody waits for it, and its memory is of no use any more
+                    spare = index
+        if spare < 0 or soonest < 0:
             return spare
-        return spare if (soonest - now) * whole >= share * tasks.duration[spare] else None
+        took = duration[order[self._heads[spare]]]
+        return spare if (soonest - now) * whole >= share * took else -1
 
     def _expected(self, task: int, now: int) -> int:
         """The earliest time at which it may be ready, as far as its own inputs say."""
-        run, time = self._run, self._run.ready[task]
-        ends, took = run.ends, run.tasks.duration
-        for other, lag in run.tasks.needs[task]:
+        run = self._run
+        time, ends, took = run.ready[task], run.ends, run.tasks.duration
+        for step, lag in run.needs[task]:
+            other = task + step
             if ends[other] < 0 and now + took[other] + lag > time:
                 time = now + took[other] + lag
         return time
 
-    def start(self, task: int, now: int) -> int:
-        """Take it from its lane and from the base; when it ends."""
-        tasks, heads, prefer = self._run.tasks, self._heads, self._prefer
+    def start(self, index: int) -> int:
+        """Take the task at a place of the next ones, from there and from the base."""
+        place = self._heads.pop(index)
+        task, follower = self._order[place], self._follower[place]
         self.row.append(task)
         self._memory.start(task)
-        heads.remove((prefer[task], task))
-        lane = self._lanes[tasks.lane[task]]
-        lane.pop()
-        if lane:
-            insort(heads, (prefer[lane[-1]], lane[-1]))
-        self._run.ends[task] = self.clock = end = now + tasks.duration[task]
-        return end
+        if follower >= 0:
+            insort(self._heads, follower)
+        return task

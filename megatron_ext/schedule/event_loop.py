@@ -19,62 +19,20 @@ from .units import UnitCosts
 from .vocabulary import Vocabulary, VocabularyOp
 
 
-class More(NamedTuple):
-    """What few lanes have: further inputs and results, and copies.
-
-    Attributes:
-        needs: (slot, latency) of further inputs.
-        gives: slots of further results.
-        copy: of an OFFLOAD or RELOAD: the slot of its copy's end.
-    """
-
-    needs: tuple[tuple[int, int], ...] = ()
-    gives: tuple[int, ...] = ()
-    copy: int | None = None
-
-
 class Lane(NamedTuple):
     """All actions of one kind: those of microbatch j use the slots given here plus j.
 
     Attributes:
         took: duration.
-        need: slot of an input; less than 0 if it has none.
-        latency: from that slot.
-        gives: slot of the result.
-        more: what else there is.
+        needs: (slot, latency) of every input.
+        gives: slots of the results, at least one.
+        copy: of an OFFLOAD or RELOAD: the slot of its copy's end.
     """
 
     took: int
-    need: int
-    latency: int
-    gives: int
-    more: More | None = None
-
-    @classmethod
-    def of(
-        cls,
-        took: int,
-        needs: Sequence[tuple[int, int]],
-        gives: Sequence[int],
-        copy: int | None = None,
-    ) -> Lane:
-        """Any numbers of (slot, latency) of inputs, and of slots of results, at least one."""
-        (need, latency), *further = needs or ((-1, 0),)
-        more = None
-        if further or len(gives) > 1 or copy is not None:
-            more = More(tuple(further), tuple(gives[1:]), copy)
-        return cls(took, need, latency, gives[0], more)
-
-    @property
-    def needs(self) -> tuple[tuple[int, int], ...]:
-        """(slot, latency) of all inputs."""
-        first = ((self.need, self.latency),) if self.need >= 0 else ()
-        return first + (self.more.needs if self.more else ())
-
-    @property
-    def all_gives(self) -> tuple[int, ...]:
-        """Slots of all results."""
-        return (self.gives, *(self.more.gives if self.more else ()))
+    needs: Sequence[tuple[int, int]]
+    gives: Sequence[int]
+    copy: int | None = None
 
 
 Node = tuple[Lane, int]  # one action: its lane, and its microbatch
@@ -114,9 +72,7 @@ def run(
     slots: int,
     *,
     copies: CopyQueue | None = None,
-    slack: list[int] | None = None,
-    skip_first: bool = False,
-) -> Run | None:
+) -> Run:
     """Execute ``rows``, every action as early as the order and its inputs allow.
 
     A rank runs until it lacks an input; the rank that fills that slot wakes it. Copies are started
@@ -126,11 +82,9 @@ def run(
         rows: of every rank.
         slots: how many slots there are.
         copies: takes the copies that actions ask for.
-        slack: per rank, the idle time after which the run is given up; consumed.
-        skip_first: with ``slack``: idle time before a rank's first action does not count.
 
     Returns:
-        None if it was given up; a run in which ranks wait for each other ends early.
+        What has run; where ranks wait for each other that is not all.
 
     Raises:
         RepeatedError: an action is there twice.
@@ -152,61 +106,31 @@ def run(
         rank = awake.pop()
         row, time = rows[rank], clock[rank]
         for position in range(at[rank], len(row)):
-            (took, need, latency, gives, more), j = row[position]
-            start = time
-            if need >= 0:
-                end = ends[need + j]
+            (took, needs, gives, copied), j = row[position]
+            start, missing = time, -1
+            for slot, latency in needs:
+                end = ends[slot + j]
                 if end < 0:
-                    missing = need + j
+                    missing = slot + j
                     break
                 if end + latency > start:
                     start = end + latency
-            if more is not None:
-                start, missing = _begin(more, j, start, ends)
-                if missing >= 0:
-                    break
-            if start > time and slack is not None and (position or not skip_first):
-                slack[rank] -= start - time
-                if slack[rank] < 0:
-                    return None
+            if missing >= 0:
+                ends[missing] = ~rank
+                clock[rank], at[rank] = time, position
+                break
             time = start + took
-            slot = gives + j
-            waiter = ends[slot]
-            ends[slot] = time
-            if waiter != empty:
-                if waiter >= 0:
-                    raise RepeatedError(rank, position)
-                awake.append(~waiter)
-            if more is not None:
-                for waiter in _finish(more, j, time, ends):
+            for slot in gives:
+                waiter = ends[slot + j]
+                ends[slot + j] = time
+                if waiter != empty:
                     if waiter >= 0:
                         raise RepeatedError(rank, position)
-                    awake += [~waiter] if waiter != empty else []
-                if more.copy is not None and copies is not None:
-                    copies.ask(rank, more.copy + j, time)
+                    awake.append(~waiter)
+            if copied is not None and copies is not None:
+                copies.ask(rank, copied + j, time)
         else:
             clock[rank], at[rank] = time, len(row)
-            continue
-        ends[missing] = ~rank
-        clock[rank], at[rank] = time, position
-
-
-def _begin(more: More, j: int, start: int, ends: list[int]) -> tuple[int, int]:
-    """The start with further inputs too; and a slot of them that is empty, -1 if none is."""
-    for slot, latency in more.needs:
-        end = ends[slot + j]
-        if end < 0:
-            return start, slot + j
-        start = max(start, end + latency)
-    return start, -1
-
-
-def _finish(more: More, j: int, time: int, ends: list[int]) -> list[int]:
-    """Fill the slots of further results; their former contents."""
-    before = [ends[slot + j] for slot in more.gives]
-    for slot in more.gives:
-        ends[slot + j] = time
-    return before
 
 
 # Kinds of slots: of results, when an offload action was reached, what collectives bring to each
@@ -230,7 +154,7 @@ class _Lanes(dict[tuple[Operation, int], Lane]):
 
 
 class _Nodes(dict[tuple[Operation, int], Row]):
-    """Their nodes, by microbatch: the same ones for every order that is timed."""
+    """Their nodes, by microbatch."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -308,7 +232,7 @@ class Program:
                 needs.append((self.slot(KIND[collective], stage), self.durations.collective))
             for shared in self.vocabulary.behind(op, stage):
                 gives += self._arrived(shared) if len(self.vocabulary.sources[shared]) == 1 else []
-        return Lane.of(self.durations.of(op, stage), needs, gives)
+        return Lane(self.durations.of(op, stage), needs, gives)
 
     def _arrived(self, collective: VocabularyOp) -> list[int]:
         assert self.vocabulary is not None
@@ -324,20 +248,17 @@ class Program:
             if len(carried) == 1:
                 continue
             needs = [(self.slot(KIND[kind], stage), 0) for kind, stage in carried]
-            lane = Lane.of(0, needs, self._arrived(one))
+            lane = Lane(0, needs, self._arrived(one))
             rows.append([(lane, j) for j in range(self.microbatches)])
         return rows
 
     def row(self, actions: Iterable[AnyAction]) -> Row:
         """Nodes of compute actions."""
-        lanes, row = self.lanes, []
+        nodes, row = self.nodes, []
         for action in actions:
             if type(action) is Action:
                 op, stage, microbatch = action
-                if self.units is None:
-                    row.append((lanes[op, stage], microbatch))
-                else:
-                    row.append(self.nodes[op, stage][microbatch])
+                row.append(nodes[op, stage][microbatch])
             else:
                 row.append((self._joint(action.parts), 0))
         return row
@@ -345,10 +266,10 @@ class Program:
     def _joint(self, parts: Sequence[Action]) -> Lane:
         """Runs when the inputs of all parts are there."""
         lanes = [(self.lanes[part.op, part.stage], part.microbatch) for part in parts]
-        return Lane.of(
+        return Lane(
             self.durations.joint([(part.op, part.stage) for part in parts]),
             [(slot + j, latency) for lane, j in lanes for slot, latency in lane.needs],
-            [slot + j for lane, j in lanes for slot in lane.all_gives],
+            [slot + j for lane, j in lanes for slot in lane.gives],
         )
 
     def row_with_copies(self, actions: Sequence[AnyAction]) -> Row:
@@ -367,7 +288,7 @@ class Program:
                     if part.op in (Op.B, Op.BW) and reload in asked:
                         h2d = self.slot(_COPIED[Op.RELOAD], part.stage, part.microbatch)
                         needs = (*lane.needs, (h2d - j, 0))
-                        lane = Lane.of(lane.took, needs, lane.all_gives)
+                        lane = lane._replace(needs=needs)
                 row.append((lane, j))
                 continue
             assert isinstance(action, Action)
@@ -382,47 +303,5 @@ class Program:
                 if offload not in asked:
                     raise ValueError(f"{action} stands before {offload} or without it")
                 waits = ((self.slot(_COPIED[Op.OFFLOAD], stage), 0),)
-            row.append((Lane.of(0, waits, (self.slot(KIND[op], stage),), copy), j))
+            row.append((Lane(0, waits, (self.slot(KIND[op], stage),), copy), j))
         return row
-
-
-def time_of(
-    orders: Sequence[Sequence[Action]],
-    program: Program,
-    *,
-    span: bool = False,
-    limit: int | None = None,
-) -> int | None:
-    """Makespan of compute actions, or with ``span`` the longest single rank's own span.
-
-    Args:
-        orders: of every rank; no joint actions.
-        program: of the pipeline; one for all orders that are compared.
-        limit: give up, and return None, once the time is known to exceed this.
-
-    Raises:
-        ValueError: the order cannot progress, or holds an action twice.
-    """
-    nodes = program.nodes
-    rows = [[nodes[op, stage][j] for op, stage, j in row] for row in orders]
-    slack = None
-    if limit is not None:
-        # A rank is done no sooner than its work and its idle time so far allow.
-        slack = [limit - sum([lane[0] for lane, _ in row]) for row in rows]
-        if min(slack) < 0:
-            return None
-    beside = program.collectives()
-    if slack is not None:
-        slack += [limit or 0] * len(beside)
-    done = run(rows + beside, program.pass_slots, slack=slack, skip_first=span)
-    if done is None:
-        return None
-    if any(position < len(row) for position, row in zip(done.at, rows)):
-        raise ValueError("the order cannot progress")
-    begins = [0] * len(rows)
-    if span:
-        begins = [
-            done.ends[row[0][0].gives + row[0][1]] - row[0][0].took if row else 0 for row in rows
-        ]
-    taken = max(end - begin for end, begin in zip(done.clock, begins))
-    return None if limit is not None and taken > limit else taken

@@ -11,8 +11,6 @@ from fractions import Fraction
 
 from .actions import Op, RankActions
 from .costs import Durations
-from .effects import peak_sets
-from .event_loop import Program, time_of
 from .generators.building_block import Block
 from .search import Search
 from .tasks import Tasks
@@ -59,17 +57,15 @@ def lifespans(block: Block, microbatches: int, *, grows: bool = False) -> Lifesp
     stages = range(placement.num_stages)
     life = [end - begin for begin, end in map(block.lifespan, stages)]
     wait = [at[Op.W, s] - at[Op.B, s] - 1 if (Op.W, s) in at else 0 for s in stages]
-    unit = Durations.unit(placement)
-    orders = block.stamp(microbatches)
     work = 3 * placement.chunks * microbatches
-    program = Program(placement, unit, microbatches)
+    search = _reordered(block, block.table(microbatches))
+    rows = block.rows(search.tasks)
     squeezed, best = (
-        1 - Fraction(work, time_of(each, program) or 1)
-        for each in (orders, reordered(block, microbatches, unit))
+        1 - Fraction(work, time or 1) for time in (search.time_of(rows), search.pool[0].time)
     )
     bound = [sum(min(block.peak([s]), microbatches) for s in row) for row in placement.stages]
     balance, why = ("grows", _GROWS) if grows else _balance(block, life, wait)
-    peaks = peak_sets(orders)
+    peaks = search.tasks.peaks(rows)
     return Lifespans(
         block, microbatches, life, wait, bound, peaks, squeezed, best, balance, why
     )  # fmt: skip
@@ -110,9 +106,12 @@ def _balance(block: Block, life: list[int], wait: list[int]) -> tuple[str, str]:
 
 def reordered(block: Block, microbatches: int, durations: Durations) -> RankActions:
     """The fastest of the repeated block's order and its list schedules, with no more memory."""
-    fused = {stage for op, stage in block.offsets if op is Op.BW}
-    tasks = Tasks(block.placement, durations, microbatches, fused=fused)
-    rows = tasks.rows(block.stamp(microbatches))
+    search = _reordered(block, block.table(microbatches, durations))
+    return search.tasks.actions(search.pool[0].rows)
+
+
+def _reordered(block: Block, tasks: Tasks) -> Search:
+    rows = block.rows(tasks)
     search = Search(tasks, tasks.peaks(rows))
     search.start(rows, [Fraction(1), Fraction(0)])
-    return tasks.actions(search.pool[0].rows)
+    return search

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
 
 from .._input import fraction, shown
-from .actions import AnyAction, Op, Operation
-from .effects import DEVICE, passes, peak, steps
+from .actions import Op
+from .effects import DEVICE, peak, steps
 from .placement import Placement
 from .schedule import Schedule
-from .units import UnitCosts, step
 
 NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
 
@@ -99,7 +97,7 @@ class ShareCap:
         table = {op: change * bottom for op, change in DEVICE.items()}
         table |= {Op.B: top - bottom, Op.W: -top}
         costs, whole = schedule.unit_costs() if schedule.has_units else (None, 1)
-        held = max(max_held(row, table, costs) for row in schedule.ranks)
+        held = max(peak(steps(row, table, costs)) for row in schedule.ranks)
         return Fraction(held, bottom * schedule.chunks * whole)
 
     def fits(self, schedule: Schedule) -> bool:
@@ -124,20 +122,6 @@ class ShareCap:
     def enough(self, schedule: Schedule) -> str:
         share = self.needed(schedule) / schedule.pp
         return f"{math.ceil(share * 10**4) / 10**4:g}"  # rounded down, it would not be enough
-
-
-def max_held(
-    row: Sequence[AnyAction], table: dict[Operation, int], costs: Sequence[UnitCosts] | None
-) -> int:
-    """The most of a running sum over a rank's actions.
-
-    Args:
-        table: what an operation adds.
-        costs: by whose sizes units count; None: all as 1.
-    """
-    if costs is None:
-        return peak(steps(row, table))
-    return peak(step(action, costs, table) for action in passes(row))
 
 
 def parse_cap(text: str) -> Fraction:

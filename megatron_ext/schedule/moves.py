@@ -333,7 +333,7 @@ class _Fixed:
 
     Attributes:
         took, lane: by task, and 0 and -1 for the slots of ranks.
-        needs, feeds: as of the table, without those within a rank, which moves keep.
+        needs, feeds: (other task, lag) of those on other ranks; moves keep those within a rank.
         own: of every task, those of its rank that it needs or feeds.
         width: bits of a task's number.
     """
@@ -344,14 +344,14 @@ class _Fixed:
         self.width = len(self.took).bit_length()
         self.needs, self.feeds = (
             [
-                tuple([edge for edge in edges if rank[edge[0]] != rank[task]])
-                for task, edges in enumerate(rows)
+                tuple([(at + step, lag) for step, lag in edges if rank[at + step] != rank[at]])
+                for at, edges in enumerate(rows)
             ]
             for rows in (tasks.needs, tasks.feeds)
         )
         self.own = [
-            {other for other, _ in (*needs, *feeds) if rank[other] == rank[task]}
-            for task, (needs, feeds) in enumerate(zip(tasks.needs, tasks.feeds))
+            {at + step for step, _ in (*needs, *feeds) if rank[at + step] == rank[at]}
+            for at, (needs, feeds) in enumerate(zip(tasks.needs, tasks.feeds))
         ]
 
 

@@ -140,11 +140,18 @@ def _made_for_offload(spec: ScheduleSpec) -> Iterator[Selected]:
 def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
     """The largest order of the name that keeps the cap, with its offload."""
     options = _options(spec, chosen)
+    # Every order of such a name keeps its block's memory, so its block says whether it fits.
+    looks = spec.has_units and not (spec.offload or spec.cap is None or spec.order)
+    looks = looks and not GENERATORS[spec.name].takes_memory_cap
 
     @cache
     def attempt(
         index: int, microbatches: int, effort: float = spec.effort
     ) -> Selected | ValueError:
+        if looks and effort:
+            block = attempt(index, microbatches, 0)
+            if isinstance(block, CapExceeded):
+                return block
         try:
             each = replace(spec, microbatches=microbatches, effort=effort)
             return _made(each, options[index])
@@ -158,7 +165,10 @@ def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
         # Few microbatches have the peaks of many; an offload plan is another with each.
         whole = spec.offload is not None or spec.has_units
         few = spec.microbatches if whole else min(spec.microbatches, 2 * spec.pp)
-        largest = _last(len(options), lambda index: isinstance(attempt(index, few), Selected))
+        tried_for = 0 if looks else spec.effort
+        largest = _last(
+            len(options), lambda index: isinstance(attempt(index, few, tried_for), Selected)
+        )
     # Now and then a larger one is easier to offload, or holds fewer bytes with more microbatches.
     # There is no time to try all, but a few.
     tried = range(min(max(largest, 0) + _AHEAD, len(options) - 1), -1, -1)

@@ -69,7 +69,9 @@ class NetworkProgram(Program):
         lane, rank_of = super().lane(op, stage), self.placement.rank_of
         for kind, other in inputs(op, stage, self.placement.num_stages)[-1:]:
             if rank_of(other) != rank_of(stage):
-                lane = lane._replace(need=self.slot(_ARRIVED + (kind is Op.B), stage), latency=0)
+                lane = lane._replace(
+                    needs=[(self.slot(_ARRIVED + (kind is Op.B), stage), 0), *lane.needs[1:]]
+                )
         return lane
 
     def with_messages(
@@ -93,8 +95,8 @@ class NetworkProgram(Program):
                 if action.is_compute and queued:
                     lane, j = next(nodes)
                     needs = [(slot + j, latency) for slot, latency in lane.needs]
-                    gives = [slot + j for slot in lane.all_gives]
-                    compute.append((Lane.of(lane.took, [*needs, *queued], gives), 0))
+                    gives = [slot + j for slot in lane.gives]
+                    compute.append((Lane(lane.took, [*needs, *queued], gives), 0))
                     queued = ()
                 elif action.is_compute or action.is_copy:
                     compute.append(next(nodes))
@@ -108,11 +110,11 @@ class NetworkProgram(Program):
                     there = slot(_READY[not sends] + backward)
                     done = slot((_LEFT if sends else _ARRIVED) + backward)
                     follows = slot(_QUEUED[sends] + backward)
-                    compute.append((Lane.of(0, (), [posted]), 0))
+                    compute.append((Lane(0, (), [posted]), 0))
                     mine.setdefault(network.stream(peer, sends), []).extend(
                         [
-                            (Lane.of(0, [(posted, 0), *queued], [ready, follows]), 0),
-                            (Lane.of(self.durations.hop, [(there, 0)], [done]), 0),
+                            (Lane(0, [(posted, 0), *queued], [ready, follows]), 0),
+                            (Lane(self.durations.hop, [(there, 0)], [done]), 0),
                         ]
                     )
                     queued = ((follows, 0),) if network.queue else ()

@@ -209,7 +209,7 @@ def steady_time(
     for rank, row in enumerate(schedule.ranks):
         # The VALIDATE of rank 0 is the last of all; every rank waits for it in a slot of its own.
         all_ranks = tuple(slot(2, other) for other in range(pp)) if not rank else ()
-        meeting = Lane.of(0, ((slot(2, rank), 0),), (slot(3, rank),))
+        meeting = Lane(0, ((slot(2, rank), 0),), (slot(3, rank),))
         nodes: list[tuple[Lane, int, int]] = []  # with what a round adds to the number
         came: tuple[tuple[int, int], ...] = ()
         for action in row:
@@ -220,20 +220,20 @@ def steady_time(
                     state = action.op is ValidationOp.RECV_STATE
                     came = ((slot(state, action.peer(schedule.placement)[0]), hop),)
                 elif action.op is PREFIX:
-                    nodes.append((Lane.of(0, came, (slot(0, rank),)), 0, 1))
+                    nodes.append((Lane(0, came, (slot(0, rank),)), 0, 1))
                     came = ()
                 elif action.op is VALIDATE:
-                    validate = Lane.of(0, came, (slot(1, rank), *all_ranks))
+                    validate = Lane(0, came, (slot(1, rank), *all_ranks))
                     nodes += [(validate, 0, 1), (meeting, 0, 1)]
         turns = range(_ROUNDS)
         rows.append([(lane, j + turn * more) for turn in turns for lane, j, more in nodes])
     done = run(rows, base + 4 * pp * _ROUNDS)
-    assert done is not None and all(at == len(row) for at, row in zip(done.at, rows))
+    assert all(at == len(row) for at, row in zip(done.at, rows))
     first = _ROUNDS // 2 - 1
     taken = []
     for row in schedule.ranks:
         ((lane, j),) = program.row([a for a in row if a.is_compute][-1:])
-        begin, end = (done.ends[lane.gives + j + turn * m] for turn in (first, _ROUNDS - 1))
+        begin, end = (done.ends[lane.gives[0] + j + turn * m] for turn in (first, _ROUNDS - 1))
         taken.append(end - begin)
     time = Fraction(max(taken), durations.scale * (_ROUNDS - 1 - first))
     if network is not None or schedule.has_offload:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from . import grid
 from .actions import Action, AnyAction, Op
 from .costs import Costs, number_to_json
-from .effects import passes, peak_sets
+from .effects import passes, peak_host_sets, peak_sets
 from .link import Link
 from .placement import Placement
-from .units import UnitCosts, even_costs, host_peaks, integers, joined, peaks, units_of
+from .units import UnitCosts, even_costs, integers, joined, units_of
 from .vocabulary import E, Vocabulary
 
 FILE_FORMAT = "megatron-ext-schedule/1"
@@ -125,23 +125,20 @@ class Schedule:
         """
         if not self.has_units:
             return [Fraction(sets, self.chunks) for sets in peak_sets(self.ranks)]
-        if self.is_forward_only:
-            return [Fraction(0)] * self.pp
         costs, whole = self.unit_costs()
-        held = peaks(self.ranks, costs)
+        held = peak_sets(self.ranks, costs)
         return [Fraction(sizes, whole * self.chunks) for sizes in held]
 
     def peak_host_activation(self) -> list[Fraction]:
         """Most that each rank has on the host at once, in whole microbatches."""
         costs, whole = self.unit_costs()
-        held = host_peaks(self.ranks, costs)
+        held = peak_host_sets(self.ranks, costs)
         return [Fraction(sizes, whole * self.chunks) for sizes in held]
 
     def peak_sets(self) -> list[int]:
         """Most sets of each rank, one a unit and chunk; 0 everywhere as ``peak_activation``."""
-        if not self.joined or self.is_forward_only:
-            return peak_sets(self.ranks)
-        return peaks(self.ranks, joined([UnitCosts()] * len(self.units), self.slices))
+        every = [UnitCosts()] * len(self.units)
+        return peak_sets(self.ranks, joined(every, self.slices) if self.joined else None)
 
     def require_whole(self, what: str) -> None:
         """Refuse slices and costs of single microbatches where ``what`` does not know them.

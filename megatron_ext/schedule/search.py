@@ -14,7 +14,7 @@ from fractions import Fraction
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from .engine import Rows, list_schedule, replay
+from .engine import Rows, list_schedule, time_of
 from .moves import Order, Room, anneal, fits
 from .tasks import Tasks
 
@@ -118,10 +118,9 @@ class Search:
         """Put an order within the caps into the pool if it is among the best, and can run: a base
         whose passes wait for each other still says what comes first."""
         self.work += len(self.tasks.rank) // 4
-        ends = replay(self.tasks, rows)
-        if ends is None:
+        time = time_of(self.tasks, rows, span=self._span)
+        if time is None:
             return
-        time = self._time(ends, rows)
         if len(self.pool) == _POOL and time >= self.pool[-1].time:
             return
         key = hash(tuple(map(tuple, rows)))
@@ -132,15 +131,9 @@ class Search:
 
     def time_of(self, rows: Rows) -> int:
         """Of what is made short, in the unit of the table."""
-        ends = replay(self.tasks, rows)
-        assert ends is not None, "the order cannot run"
-        return self._time(ends, rows)
-
-    def _time(self, ends: Sequence[int], rows: Rows) -> int:
-        if not self._span:
-            return max(ends)
-        took = self.tasks.duration
-        return max(ends[row[-1]] - ends[row[0]] + took[row[0]] for row in rows if row)
+        time = time_of(self.tasks, rows, span=self._span)
+        assert time is not None, "the order cannot run"
+        return time
 
     def _list(
         self,

@@ -10,13 +10,12 @@ from . import grid
 from .actions import Action, AnyAction, Op
 from .copies import Copies, Copy
 from .costs import Costs, Durations
-from .effects import curve, peak_host_sets
+from .effects import curve, peak_host_sets, step
 from .event_loop import KIND, Node, Program, RepeatedError, Row, Run, run
 from .link import Link, LinkTimes
 from .network import Network, NetworkProgram
 from .schedule import Schedule, ScheduleError
 from .tasks import sources
-from .units import step
 from .vocabulary import peak_held
 
 
@@ -317,7 +316,6 @@ class Replay:
             rank, position = error.args
             what = f"rank {rank}: {plain.ranks[rank][position]} repeats a pass that has already run"
             raise ScheduleError(f"{what}\n{grid.around(plain.ranks, rank, position)}") from None
-        assert done is not None  # only with a limit
         if any(position < len(row) for position, row in zip(done.at, every)):
             if network is not None:
                 raise ScheduleError(
@@ -375,7 +373,7 @@ def _without_copies(schedule: Schedule) -> Schedule:
 
 def _at(done: Run, node: Node) -> int:
     lane, j = node
-    return done.ends[lane.gives + j]
+    return done.ends[lane.gives[0] + j]
 
 
 def _last(end: _Times) -> int:

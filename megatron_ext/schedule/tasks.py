@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from .actions import Action, Op, Operation
 from .costs import Durations
-from .effects import DEVICE, KINDS, beside, inputs, peak
+from .effects import DEVICE, KINDS, beside, inputs
 from .placement import Placement
 from .units import UnitCosts
 from .vocabulary import Vocabulary
@@ -42,7 +43,7 @@ def sources(
     return found
 
 
-Edges = tuple[tuple[int, int], ...]  # (task, lag)
+Edges = tuple[tuple[int, int], ...]  # (step to another task's number, lag)
 
 
 class _Rest(NamedTuple):
@@ -69,7 +70,8 @@ class Tasks:
         rank, lane, duration, take, give: by task. A lane's tasks run in the order of
             ``lane_order``; ``take`` is what its start takes of its rank's memory, ``give`` what its
             end gives back.
-        needs: by task, (other task, lag): it may start ``lag`` after the end of the other.
+        needs: by task, (step, lag): it may start ``lag`` after the end of the task whose number is
+            larger by ``step``.
         feeds: the same the other way round.
     """
 
@@ -131,14 +133,9 @@ class Tasks:
         return len(self.microbatch)
 
     @property
-    def _is_cut(self) -> bool:
+    def is_cut(self) -> bool:
         """True if some microbatch has several units."""
         return self.microbatch[-1] + 1 < self.units
-
-    def like(self, microbatches: int) -> Tasks:
-        """The same pipeline with another number of whole microbatches."""
-        durations, fused, vocabulary = self._rest
-        return Tasks(self.placement, durations, microbatches, fused=fused, vocabulary=vocabulary)
 
     def number(self, op: Operation, stage: int, unit: int) -> int:
         """Of one pass; of a BW also by its B or W."""
@@ -158,33 +155,29 @@ class Tasks:
             yield self.number(kind, other, 0) // self.units, lag
 
     def _edges(self, lanes: Sequence[Sequence[tuple[int, int]]]) -> list[Edges]:
-        """Of every task, to those of these lanes with the same unit."""
+        """Of every task, to those of these lanes with the same unit; one object for a lane."""
         found: list[Edges] = []
-        units = self.units
-        for edges in lanes:
-            columns = [zip(range(k * units, (k + 1) * units), repeat(lag)) for k, lag in edges]
-            found += zip(*columns) if columns else [()] * units
+        for lane, edges in enumerate(lanes):
+            found += [tuple(((k - lane) * self.units, lag) for k, lag in edges)] * self.units
         return found
 
     def _add_slices(self) -> None:
         """What units of one microbatch need of each other."""
         units, microbatch = self.units, self.microbatch
-        if not self._is_cut:
-            return
-        for lane, (op, _) in enumerate(self.lanes):
+        for lane, (op, _) in enumerate(self.lanes if self.is_cut else ()):
             for unit in range(units):
                 before = beside(op, unit)
                 if before is None:
                     break
                 if 0 <= before < units and microbatch[before] == microbatch[unit]:
-                    task, other = lane * units + unit, lane * units + before
-                    self.needs[task] = (*self.needs[task], (other, 0))
-                    self.feeds[other] = (*self.feeds[other], (task, 0))
+                    task, step = lane * units + unit, before - unit
+                    self.needs[task] = (*self.needs[task], (step, 0))
+                    self.feeds[task + step] = (*self.feeds[task + step], (-step, 0))
 
     def lane_order(self, lane: int) -> list[int]:
         """Its tasks: microbatches rise; the units of one fall in backward passes."""
         order, first = list(range(lane * self.units, (lane + 1) * self.units)), lane * self.units
-        if self._is_cut and self.lanes[lane][0] in (Op.B, Op.W, Op.BW):
+        if self.is_cut and self.lanes[lane][0] in (Op.B, Op.W, Op.BW):
             order.sort(key=lambda task: (self.microbatch[task - first], -task))
         return order
 
@@ -216,8 +209,18 @@ class Tasks:
 
     def peaks(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """The most that each rank holds at once."""
+        take, net = self.take, list(map(int.__sub__, self.take, self.give))
         return [
-            peak(x for task in row for x in (self.take[task], -self.give[task])) for row in rows
+            # Before a task, and while it runs.
+            max(
+                map(
+                    add,
+                    accumulate([net[task] for task in row], initial=0),
+                    map(take.__getitem__, row),
+                ),
+                default=0,
+            )
+            for row in rows
         ]
 
     def fits(self, rows: Sequence[Sequence[int]], caps: Sequence[int]) -> bool:

@@ -7,14 +7,13 @@ number stands in the place of the microbatch in every action.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import isqrt, lcm
 from typing import NamedTuple
 
 from .actions import Action, AnyAction, Joint, Op, Operation
-from .effects import DEVICE, HOST, passes, peak
 
 SHARE = 1 << 12  # a whole microbatch's F, and its size, in the costs of slices
 MOST_UNITS = 1 << 16
@@ -149,34 +148,6 @@ def even_costs(slices: Sequence[int]) -> tuple[list[UnitCosts], int]:
     """Of equal slices of equal microbatches, and the whole."""
     whole = lcm(*slices)
     return [UnitCosts(*(whole // k,) * 4) for k in slices for _ in range(k)], whole
-
-
-def peaks(ranks: Iterable[Iterable[AnyAction]], costs: Sequence[UnitCosts]) -> list[int]:
-    """Most that each rank holds at once of sets of these sizes."""
-    return [peak(step(action, costs) for action in passes(row)) for row in ranks]
-
-
-def host_peaks(ranks: Iterable[Iterable[AnyAction]], costs: Sequence[UnitCosts]) -> list[int]:
-    """Most that each rank has on the host at once of sets of these sizes."""
-    found = []
-    for row in ranks:
-        every = list(passes(row))
-        gone = {action[1:] for action in every if action.op is Op.OFFLOAD}
-        found.append(peak(step(a, costs, HOST) for a in every if a[1:] in gone))
-    return found
-
-
-def step(
-    action: Action, costs: Sequence[UnitCosts], table: Mapping[Operation, int] = DEVICE
-) -> int:
-    """What an action takes of its rank's memory, or less than 0 if it frees some.
-
-    Args:
-        costs: of the units.
-        table: what it takes of a whole set.
-    """
-    change, unit = table.get(action.op, 0), costs[action.microbatch]
-    return change * (unit.size if change > 0 else unit.freed)
 
 
 def slice_costs(

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from .._input import shown
 from ..schedule.actions import Action, AnyAction, Op, Operation, parse
-from ..schedule.effects import DEVICE, FREES, curve, given
+from ..schedule.effects import DEVICE, FREES, curve, given, step
 from ..schedule.generators.building_block import Block, took
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
-from ..schedule.units import UnitCosts, step
+from ..schedule.units import UnitCosts
 from .palette import MEANING
 
 
@@ -205,16 +205,16 @@ def _boxes(schedule: Schedule, rank: int, events: Sequence[Mapping[str, Any]]) -
 def _memory(
     boxes: Sequence[Box],
     planned: Sequence[AnyAction] = (),
-    costs: Sequence[UnitCosts] = (),
+    costs: Sequence[UnitCosts] | None = None,
     whole: int = 1,
 ) -> tuple[tuple[float, float], ...]:
     """Resident sets over time: a set lives from its F's start to its W's (or BW's) end, less the
     time between its RELEASE and PREPARE in the ``planned`` list. ``costs`` have the units' sizes,
-    as parts of ``whole``; empty: microbatches are not cut."""
+    as parts of ``whole``; None: microbatches are not cut."""
     steps: list[tuple[float, int]] = []
     for box in boxes:
         for part in box.action.parts:
-            change = step(part, costs) if costs else DEVICE.get(part.op, 0)
+            change = step(part, costs)
             if change:
                 steps.append((box.start if change > 0 else box.end, change))
     ends = {box.action: box.end for box in boxes}

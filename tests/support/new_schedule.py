@@ -20,7 +20,7 @@ from .blocks import VEES
 
 
 def stand_in(request):
-    return VEES["v-zb"].order(request.pp, request.microbatches)
+    return request.tasks.actions(VEES["v-zb"].rows(request.pp, request.microbatches))
 '''
 IMPORT = "from .stand_in import stand_in\n"
 ENTRY = '    "stand-in": Generator(stand_in, "vee", 2, False, True, "as v-zb"),\n'

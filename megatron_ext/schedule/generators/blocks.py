@@ -25,12 +25,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from ..actions import Op, RankActions
-from ..costs import Durations
-from ..engine import list_schedule
+from ..actions import Op
+from ..engine import Rows, list_schedule, replay
 from ..placement import Placement
-from ..tasks import Tasks
 from .building_block import Block, vee_block
+from .longer import cuts, lengthened
 
 _SLOT = 3  # F, B and W (or F and BW) of one chunk
 
@@ -133,17 +132,25 @@ class Vee:
     block: Callable[[int], Block]
     cap: Callable[[int], int]
 
-    def order(self, pp: int, microbatches: int) -> RankActions:
-        """The published order at equal costs."""
-        return _order(self, pp, microbatches)
+    def rows(self, pp: int, microbatches: int) -> Rows:
+        """The published order at equal costs, in the numbers of any table of whole microbatches."""
+        return _rows(self, pp, microbatches)
+
+
+_SETTLED = 3  # microbatches a rank; with more, the list schedule repeats every one's passes
 
 
 @lru_cache(maxsize=8)  # a search for a cap and one for its name begin with the same ones
-def _order(vee: Vee, pp: int, microbatches: int) -> RankActions:
-    block = vee.block(pp)
-    tasks = Tasks(block.placement, Durations.unit(block.placement), microbatches)
-    rows = tasks.rows(block.stamp(microbatches))
-    return tasks.actions(list_schedule(tasks, rows, [vee.cap(pp)] * pp))
+def _rows(vee: Vee, pp: int, microbatches: int) -> Rows:
+    block, few = vee.block(pp), _SETTLED * pp
+    tasks = block.table(microbatches)
+    if microbatches <= few:
+        return list_schedule(tasks, block.rows(tasks), [vee.cap(pp)] * pp)
+    rows, short = vee.rows(pp, few), block.table(few)
+    ends = replay(short, rows)
+    assert ends is not None  # it is the order of a list schedule
+    (cut,) = cuts(short, rows, ends, 1, 1)
+    return lengthened(short, rows, cut, 1, tasks, microbatches - few)
 
 
 # From the least memory to the most: about a third of 1F1B's, half, all of it.

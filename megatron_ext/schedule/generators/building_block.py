@@ -6,14 +6,18 @@ Times here are chunk units: every F, B and W of one chunk takes 1, a BW 2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from ..actions import Action, Op, RankActions
+from ..actions import Op, RankActions
+from ..costs import Durations
 from ..effects import inputs, results
+from ..engine import Rows
 from ..placement import Placement
+from ..tasks import Tasks
 
 INTERVAL = 6  # of a V block: F, B and W of two chunks
 
@@ -67,20 +71,44 @@ class Block:
                 most = max(most, sets)
         return most
 
-    def stamp(self, microbatches: int) -> RankActions:
-        """Every rank's passes of all microbatches in the order of the repeated block.
+    @property
+    def fused(self) -> set[int]:
+        """Stages whose B and W are one pass."""
+        return {stage for op, stage in self.offsets if op is Op.BW}
 
-        The order can be executed: the block's own offsets respect the dependencies.
+    def rows(self, tasks: Tasks) -> Rows:
+        """Every rank's passes in the order of the block, repeated for every unit of a table on its
+        placement; the order can be executed, as the offsets respect the dependencies.
+
+        Where microbatches have slices, all B's come later by as long as a microbatch's last slice
+        begins behind its first.
         """
-        begins = [self.begin(j) for j in range(microbatches)]
-        ranks: RankActions = []
-        for row in self.placement.stages:
-            passes = [(at, op, s) for (op, s), at in self.offsets.items() if s in row]
-            stamped = sorted(
-                (at + begin, op, s, j) for at, op, s in passes for j, begin in enumerate(begins)
-            )
-            ranks.append([Action(op, s, j) for _, op, s, j in stamped])
-        return ranks
+        most = max(Counter(tasks.microbatch).values()) - 1
+        begins = [self.begin(place) for place in range(tasks.units + most)]
+        late = max(behind - own for own, behind in zip(begins, begins[most:]))
+        width = len(tasks.rank).bit_length()
+        passes: Rows = [[] for _ in range(tasks.placement.pp)]
+        keys: Rows = [[] for _ in passes]  # time, then place in the row of passes
+        # Where two passes meet, the first one by name comes first.
+        names = [(op.value, stage, lane) for lane, (op, stage) in enumerate(tasks.lanes)]
+        for _, stage, lane in sorted(names):
+            op, rank = Op(tasks.lanes[lane][0]), tasks.placement.rank_of(stage)
+            first = self.offsets[op, stage] + (0 if op is Op.F else late)
+            places = enumerate(begins[: tasks.units], start=len(passes[rank]))
+            keys[rank] += [first + at << width | place for place, at in places]
+            passes[rank] += tasks.lane_order(lane)
+        mask = (1 << width) - 1
+        return [[row[key & mask] for key in sorted(own)] for row, own in zip(passes, keys)]
+
+    def table(self, microbatches: int, durations: Durations | None = None) -> Tasks:
+        """Its passes for whole microbatches; at equal times by default."""
+        times = Durations.unit(self.placement) if durations is None else durations
+        return Tasks(self.placement, times, microbatches, fused=self.fused)
+
+    def stamp(self, microbatches: int) -> RankActions:
+        """``rows`` for whole microbatches, as actions."""
+        tasks = self.table(microbatches)
+        return tasks.actions(self.rows(tasks))
 
     def validate(self) -> None:
         """Refuse offsets that cannot be executed as they are.

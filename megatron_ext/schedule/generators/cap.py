@@ -12,7 +12,7 @@ microbatches a rank on their way, each for the time of all stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -21,14 +21,13 @@ from itertools import islice, product
 from ..actions import RankActions
 from ..bounds import makespan_bound
 from ..costs import Costs, Durations
-from ..effects import peak_sets
 from ..engine import Rows
 from ..moves import Room, room_of, states
-from ..search import GAPS, Search
-from .blocks import VEES
+from ..search import FINE, GAPS, Found, Search
+from .blocks import VEES, Vee
 from .building_block import INTERVAL, Block, vee_block
 from .longer import PERIODS, longer
-from .request import Request
+from .request import Request, fastest
 
 _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
 _TURNS = range(1, INTERVAL)
@@ -63,80 +62,80 @@ def v_cap(request: Request) -> RankActions:
     ``request.effort`` is that of one cap; one to three are searched.
     """
     cap = 2 * request.pp if request.memory_cap is None else request.memory_cap
-    plain = replace(request, memory_cap=None)
-    if cap < v_cap_limits(request.pp)[0]:
-        return searched(plain, cap) if request.effort else _quick(plain, _base(plain, cap), cap)
-    if not request.effort:
-        make, own = max(
-            (one for one in _named(request.pp) if one[1] <= cap), key=lambda one: one[1]
-        )
-        orders = make(request.pp, request.microbatches)
-        return _quick(plain, orders, own if request.sets_grow else cap)
-    if not request.at_unit_times or request.objective == "span":
+    return request.tasks.actions(_under(replace(request, memory_cap=None), cap).rows)
+
+
+def _under(plain: Request, cap: int) -> Found:
+    if cap < v_cap_limits(plain.pp)[0]:
+        return searched(plain, cap) if plain.effort else _quick(plain, _base(plain, cap), cap)
+    if not plain.effort:
+        vee = [vee for vee in VEES.values() if vee.cap(plain.pp) <= cap][-1]
+        rows = vee.rows(plain.pp, plain.microbatches)
+        return _quick(plain, rows, vee.cap(plain.pp) if plain.sets_grow else cap)
+    if not plain.at_unit_times or plain.objective == "span":
         return _of_searches(plain, cap)
     best = _at_unit_times(plain, cap)
-    if request.pp > _SMALL or _time(plain, best) <= _bound(plain, cap):
+    if plain.pp > _SMALL or best.time <= _bound(plain, cap):
         return best
-    return request.fastest([best, _of_searches(plain, cap)])
+    return fastest(best, _of_searches(plain, cap))
 
 
-def _of_searches(plain: Request, cap: int) -> RankActions:
+def _of_searches(plain: Request, cap: int) -> Found:
     """The fastest order of searches for this cap and for those others that may be faster."""
     pp = plain.pp
     least, _ = v_cap_limits(pp)
-    named = [own for _, own in _named(pp)]
+    named = [vee.cap(pp) for vee in VEES.values()]
     # Few caps for many ranks: each takes a search. The same ones for every request, so that what
     # a smaller cap was given is among a larger one's candidates.
     step = max(1, pp // (8 if pp <= _SMALL else 4))
     caps = [k for k in range(least, cap + 1) if not (k - least) % step or k in named]
     best = _at_cap(plain, caps.pop())
     for smaller in reversed(caps):
-        if _time(plain, best) <= _bound(plain, smaller):
+        if best.time <= _bound(plain, smaller):
             break  # no smaller cap can be faster
-        best = plain.fastest([best, _at_cap(plain, smaller)])
+        best = fastest(best, _at_cap(plain, smaller))
     # With few microbatches a named order may keep less than its name stands for, in sets.
     few = plain.microbatches < 2 * pp and not plain.sets_grow
-    for make, own in _named(pp):
-        if few and own > cap and _time(plain, best) > _bound(plain, cap):
-            orders = named_order(plain, make, own)
-            if max(peak_sets(orders)) <= cap:
-                best = plain.fastest([best, orders])
+    for vee in VEES.values():
+        if few and vee.cap(pp) > cap and best.time > _bound(plain, cap):
+            found = named_order(plain, vee)
+            if max(plain.tasks.peaks(found.rows)) <= cap:
+                best = fastest(best, found)
     return best
 
 
-def _at_cap(plain: Request, cap: int) -> RankActions:
+def _at_cap(plain: Request, cap: int) -> Found:
     """The fastest order found for this cap, not slower than its named schedule."""
-    for make, own in _named(plain.pp):
-        if own == cap and not plain.at_unit_times:
-            named = named_order(plain, make, cap)
-            if _time(plain, named) <= _bound(plain, cap):
+    for vee in VEES.values():
+        if vee.cap(plain.pp) == cap and not plain.at_unit_times:
+            named = named_order(plain, vee)
+            if named.time <= _bound(plain, cap):
                 return named
-            return plain.fastest([named, searched(plain, cap)])
+            return fastest(named, searched(plain, cap))
     return searched(plain, cap)
 
 
-def named_order(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:
+def named_order(request: Request, vee: Vee) -> Found:
     """The published order at equal costs, for others the best of a short search in its memory,
     also in bytes: that is what its name stands for."""
+    rows, cap = vee.rows(request.pp, request.microbatches), vee.cap(request.pp)
     if request.at_unit_times:
-        return make(request.pp, request.microbatches)
+        return request.found(rows)
     own = replace(request, effort=request.effort * _NAMED, sets_grow=True)
-    if request.effort:
-        return searched(own, cap)
-    return _quick(own, make(request.pp, request.microbatches), cap)
+    return searched(own, cap) if request.effort else _quick(own, rows, cap)
 
 
-def _quick(request: Request, orders: RankActions, cap: int) -> RankActions:
-    """These orders, or the fastest of a few list schedules of them under ``cap``; if sets grow, of
+def _quick(request: Request, rows: Rows, cap: int) -> Found:
+    """This order, or the fastest of a few list schedules of it under ``cap``; if sets grow, of
     those that take no more bytes than the orders that the cap stands for."""
     gaps = GAPS[:1] if request.is_long else GAPS
     search = request.search(cap, room=_room(request, cap))
-    search.start(request.tasks.rows(orders), gaps)
-    return request.tasks.actions(search.pool[0].rows)
+    search.start(rows, gaps)
+    return search.pool[0]
 
 
 @lru_cache(maxsize=64)
-def searched(request: Request, cap: int) -> RankActions:
+def searched(request: Request, cap: int) -> Found:
     """The fastest order found for this cap alone; not slower than a named V order for equal costs.
 
     For more than ``_SHORT`` microbatches a rank the steady state of fewer is repeated (``_whole``).
@@ -151,7 +150,7 @@ def searched(request: Request, cap: int) -> RankActions:
     assert search is not None  # there is one size at least
     if last < m:
         search = _whole(request, cap, search, work)
-    return request.tasks.actions(search.pool[0].rows)
+    return search.pool[0]
 
 
 def _steady(request: Request, work: int) -> int:
@@ -179,8 +178,7 @@ def _search(request: Request, cap: int, work: int, short: Search | None) -> Sear
         for rows in islice(longer(short, tasks, work, _longest(request)), _STARTS):
             search.add(rows)
     blocks = _each_block(request.pp, cap) if cap >= v_cap_limits(request.pp)[0] else ()
-    stamped = (tasks.rows(block.stamp(request.microbatches)) for block in blocks)
-    search.run(_fixed(request, cap), work, stamped)
+    search.run(_fixed(request, cap), work, (block.rows(tasks) for block in blocks))
     return search
 
 
@@ -214,61 +212,57 @@ def _room(request: Request, cap: int) -> Room | None:
     # Fewer microbatches than 2p may need less than the cap stands for.
     for m in {request.microbatches, max(request.microbatches, 2 * request.pp)}:
         one = replace(request, microbatches=m)
-        orders = [make(one.pp, m) for make, own in _named(one.pp) if own == cap]
+        orders = [vee.rows(one.pp, m) for vee in VEES.values() if vee.cap(one.pp) == cap]
         for order in orders or [_base(one, cap)]:
-            found += states(one.tasks, one.tasks.rows(order))
+            found += states(one.tasks, order)
     return room_of(found, cap)
 
 
 def _fixed(request: Request, cap: int) -> Iterator[Rows]:
     """The order for this cap at equal times, and the named V orders of no more memory; for many
     ranks one kind of them, as each takes long to make."""
-    pp, m = request.pp, request.microbatches
-    # With few microbatches an order may keep less than its name stands for.
-    named = [
-        make(pp, m)
-        for make, own in _named(pp)
-        if own == cap or (m < 2 * pp and max(peak_sets(make(pp, m))) <= cap)
-    ]
-    if not named or pp <= _SMALL:
+    named = _named(request, cap)
+    if not named or request.pp <= _SMALL:
         base = _base(request, cap)
-        yield request.tasks.rows(base)
-        named = [orders for orders in named if orders != base]
-    yield from map(request.tasks.rows, named)
+        yield base
+        named = [rows for rows in named if rows != base]
+    yield from named
 
 
-def _base(request: Request, cap: int) -> RankActions:
+def _named(request: Request, cap: int) -> list[Rows]:
+    """The named V orders of this memory; with few microbatches one may keep less than its name
+    stands for."""
+    pp, m = request.pp, request.microbatches
+    return [
+        rows
+        for vee in VEES.values()
+        if vee.cap(pp) == cap or m < 2 * pp
+        for rows in [vee.rows(pp, m)]
+        if max(request.tasks.peaks(rows)) <= cap
+    ]
+
+
+def _base(request: Request, cap: int) -> Rows:
     """An order that fits the cap: the best at equal times, or below V-Min's memory its block,
     repeated slowly enough."""
-    pp, m = request.pp, request.microbatches
-    if cap >= v_cap_limits(pp)[0]:
-        return _at_equal_times(replace(request, durations=Durations.unit(request.placement)), cap)
-    block = VEES["v-min"].block(pp)
+    if cap >= v_cap_limits(request.pp)[0]:
+        unit = replace(request, durations=Durations.unit(request.placement))
+        return _at_equal_times(unit, cap).rows
+    block = VEES["v-min"].block(request.pp)
     while block.peak() > cap:
         block = replace(block, interval=block.interval + 1)
-    return block.stamp(m)
-
-
-def _named(pp: int) -> list[tuple[Callable[[int, int], RankActions], int]]:
-    """The named V orders, and their caps."""
-    return [(vee.order, vee.cap(pp)) for vee in VEES.values()]
+    return block.rows(request.tasks)
 
 
 def _bound(request: Request, cap: int) -> Fraction:
-    """A time that no order under this cap beats."""
+    """A time that no order under this cap beats, in the unit of the table."""
     d = request.durations
     if request.objective == "span":
         work = (sum(rows[s] for rows in d[:3] for s in row) for row in request.placement.stages)
-        return Fraction(request.microbatches * max(work))
+        return Fraction(request.microbatches * max(work)) * FINE
     stages = tuple((Fraction(f), Fraction(b), Fraction(w)) for f, b, w in zip(*d[:3]))
     costs = Costs(hop=Fraction(d.hop), stages=stages)
-    return makespan_bound(request.placement, request.microbatches, costs, cap)
-
-
-def _time(request: Request, orders: RankActions) -> int:
-    taken = request.time_of(orders)
-    assert taken is not None  # only with a limit
-    return taken
+    return makespan_bound(request.placement, request.microbatches, costs, cap) * FINE
 
 
 def unit_bound(pp: int, microbatches: int, cap: int) -> int:
@@ -280,61 +274,54 @@ def unit_bound(pp: int, microbatches: int, cap: int) -> int:
     return 6 * microbatches + max(6 * pp - 3 * cap - 1, 3 * pp - 1 - min(cap, 2 * pp))
 
 
-def _at_unit_times(request: Request, cap: int) -> RankActions:
+def _at_unit_times(request: Request, cap: int) -> Found:
     """The fastest order of this cap and all smaller ones; those of which the bound says that they
     cannot be faster are not made."""
-    one, m = request.durations.forward[0], request.microbatches
+    one, m = request.durations.forward[0] * FINE, request.microbatches
     best = _at_equal_times(request, cap)
-    least = _time(request, best)
     for smaller in range(cap - 1, v_cap_limits(request.pp)[0] - 1, -1):
         # The bound holds where memory binds: a rank has two sets a microbatch.
-        if smaller < 2 * m and least <= unit_bound(request.pp, m, smaller) * one:
+        if smaller < 2 * m and best.time <= unit_bound(request.pp, m, smaller) * one:
             break
         if smaller >= 2 * m and request.pp > _SMALL and smaller % 8:
             continue
-        orders = _at_equal_times(request, smaller)
-        taken = _time(request, orders)
-        if taken < least:
-            best, least = orders, taken
-    if request.microbatches >= 2 * request.pp:
+        best = fastest(best, _at_equal_times(request, smaller))
+    if m >= 2 * request.pp:
         return best  # the named orders are among what was made
-    named = (make(request.pp, m) for make, _ in _named(request.pp))
-    return request.fastest([best, *(orders for orders in named if max(peak_sets(orders)) <= cap)])
+    return fastest(best, *map(request.found, _named(request, cap)))
 
 
 @lru_cache(maxsize=64)
-def _at_equal_times(request: Request, cap: int) -> RankActions:
+def _at_equal_times(request: Request, cap: int) -> Found:
     """The list-scheduled block that takes least at equal times."""
     more = request.microbatches - 3 * request.pp
     if more > (request.pp if request.pp <= _SMALL else 0):
         first = replace(request, microbatches=3 * request.pp)
         short = first.search(cap)
-        short.add(first.tasks.rows(_unit_plan(first, cap)))
+        short.add(_unit_plan(first, cap).rows)
         for rows in longer(short, request.tasks, _CUT_WORK, longest=1):
-            return request.tasks.actions(rows)
+            return request.found(rows)
     return _unit_plan(request, cap)
 
 
 @lru_cache(maxsize=64)
-def _unit_plan(request: Request, cap: int) -> RankActions:
+def _unit_plan(request: Request, cap: int) -> Found:
     """The fastest of the first blocks at equal times; stops at the bound, and one above it after a
     few more tries."""
-    one, m = request.durations.forward[0], request.microbatches
-    bound = unit_bound(request.pp, m, cap) * one
-    best: RankActions = []
-    least = 0
-    named = {vee.cap(request.pp): vee for vee in VEES.values()}
-    for tried, block in enumerate(islice(_each_block(request.pp, cap), _TRIES)):
+    pp, m, one = request.pp, request.microbatches, request.durations.forward[0] * FINE
+    bound = unit_bound(pp, m, cap) * one
+    best: Found | None = None
+    named = {vee.cap(pp): vee for vee in VEES.values()}
+    for tried, block in enumerate(islice(_each_block(pp, cap), _TRIES)):
         if not tried and cap in named:
-            orders = named[cap].order(request.pp, m)
+            found = request.found(named[cap].rows(pp, m))
         else:
-            orders = request.listed(block.stamp(m), cap)
-        taken = _time(request, orders)
-        if not best or taken < least:
-            best, least = orders, taken
-        if least <= bound or (least <= bound + one and tried >= 6):
+            found = request.listed(block.rows(request.tasks), cap)
+        best = found if best is None else fastest(best, found)
+        if best.time <= bound or (best.time <= bound + one and tried >= 6):
             break
-    return best  # V-Min's block fits every cap
+    assert best is not None  # V-Min's block fits every cap
+    return best
 
 
 def _named_block(pp: int, cap: int) -> Block:

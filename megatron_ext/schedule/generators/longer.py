@@ -26,14 +26,14 @@ def longer(short: Search, tasks: Tasks, work: int, longest: int = PERIODS[-1]) -
     """Orders of ``tasks`` within the caps, the likely fastest first, from those of ``short``.
 
     Args:
-        short: of the same pipeline, for fewer microbatches with units alike.
+        short: of the same pipeline, for fewer microbatches, whole ones as in ``tasks``.
         tasks: the table for more.
         work: tasks placed, about.
         longest: period, in microbatches.
     """
     few = short.tasks.units
-    more = tasks.units - few
-    periods = [period for period in PERIODS if period <= longest and more % period == 0]
+    later = tasks.units - few
+    periods = [period for period in PERIODS if period <= longest and later % period == 0]
     tries = work // len(short.tasks.rank) // 2  # cuts, each timed twice at most
     # A long period repeats shorter ones that divide it.
     periods = periods[-max(2, tries // _ENOUGH) :]
@@ -42,29 +42,28 @@ def longer(short: Search, tasks: Tasks, work: int, longest: int = PERIODS[-1]) -
     ended = [_ends(short.tasks, found.rows) for found in pool]
     ways: list[tuple[Fraction, int, Rows, Cut, int]] = []
     for period in periods:
-        times = more // period
+        times = later // period
         far = min(times, 1 + -(-tasks.placement.pp // period))  # then the steady state is settled
-        tables = [tasks.like(few + n * period) for n in sorted({1, far})]
+        counts = [n * period for n in sorted({1, far})]
         for found, ends in zip(pool, ended):
             for cut in cuts(short.tasks, found.rows, ends, period, most):
-                taken = _taken(short, found.rows, cut, period, tables)
+                tried = (lengthened(short.tasks, found.rows, cut, period, tasks, n) for n in counts)
+                taken = _taken(tasks, tried, short.caps)
                 if taken:
                     rate = Fraction(taken[-1] - taken[0], max(1, far - 1))
                     estimate = taken[-1] + rate * (times - far)
                     ways.append((estimate, len(ways), found.rows, cut, period))
     for _, _, rows, cut, period in sorted(ways):
-        yield lengthened(short.tasks, rows, cut, period, tasks)
+        yield lengthened(short.tasks, rows, cut, period, tasks, later)
 
 
-def _taken(short: Search, rows: Rows, cut: Cut, period: int, tables: Sequence[Tasks]) -> list[int]:
-    """Time of one way to lengthen an order, for every table; empty if it does not keep the caps."""
-    taken = []
-    for table in tables:
-        longer_rows = lengthened(short.tasks, rows, cut, period, table)
-        if any(peak > cap for peak, cap in zip(table.peaks(longer_rows), short.caps)):
-            return []
-        taken.append(max(replay(table, longer_rows) or [0]))
-    return taken
+def _taken(tasks: Tasks, tried: Iterator[Rows], caps: Sequence[int]) -> list[int]:
+    """Times of one way to lengthen an order, repeated once and more often; empty if it does not
+    keep the caps, which repeating it again does not change."""
+    first = next(tried)
+    if not tasks.fits(first, caps):
+        return []
+    return [max(replay(tasks, rows) or [0]) for rows in (first, *tried)]
 
 
 def _ends(tasks: Tasks, rows: Rows) -> list[int]:
@@ -73,26 +72,25 @@ def _ends(tasks: Tasks, rows: Rows) -> list[int]:
     return ends
 
 
-def lengthened(tasks: Tasks, rows: Rows, cut: Cut, period: int, more: Tasks) -> Rows:
-    """``rows`` for the microbatches of ``more``; every lane has run ``period`` before the cut."""
-    few = tasks.units
-    lanes = range(tasks.lane[-1] + 1)
-    place = [0] * len(tasks.lane)  # of every task in its lane
-    for lane in lanes:
-        for k, task in enumerate(tasks.lane_order(lane)):
-            place[task] = k
-    order = [more.lane_order(lane) for lane in lanes]
-    later = more.units - few
+def lengthened(tasks: Tasks, rows: Rows, cut: Cut, period: int, more: Tasks, later: int) -> Rows:
+    """``rows`` with some microbatches more, in the numbers of a larger table.
+
+    Args:
+        tasks: the table of ``rows``.
+        rows: all of it.
+        cut: before which every lane has run ``period`` microbatches.
+        period: that are repeated.
+        more: the same pipeline's table for as many microbatches or more.
+        later: microbatches to add, a multiple of ``period``.
+    """
+    few, apart = tasks.units, more.units - tasks.units
     made: Rows = []
     for row, end in zip(rows, cut):
-        pairs = [(order[task // few], place[task]) for task in row]
-        ran = {task // few: place[task] + 1 for task in row[:end]}
-        again = [
-            pair for task, pair in zip(row[:end], pairs) if pair[1] >= ran[task // few] - period
-        ]
-        middle = [lane[k + n] for n in range(period, later + 1, period) for lane, k in again]
-        tail = [lane[k + later] for lane, k in pairs[end:]]
-        made.append([*(lane[k] for lane, k in pairs[:end]), *middle, *tail])
+        renamed = [task + task // few * apart for task in row]
+        last = {task // few: task for task in row[:end]}  # of every lane, before the cut
+        again = [new for task, new in zip(row[:end], renamed) if task > last[task // few] - period]
+        middle = [new + n for n in range(period, later + 1, period) for new in again]
+        made.append([*renamed[:end], *middle, *[new + later for new in renamed[end:]]])
     return made
 
 

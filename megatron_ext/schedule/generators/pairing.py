@@ -40,8 +40,8 @@ class _Times:
 
     def __init__(self, tasks: Tasks, durations: Durations) -> None:
         self.placement, self.microbatches, self.durations = tasks.placement, tasks.units, durations
-        self._tasks, self._missing = tasks, [len(needs) for needs in tasks.needs]
-        self._ready = [0] * len(tasks.needs)
+        self._tasks, self._missing = tasks, list(map(len, tasks.needs))
+        self._ready = [0] * len(tasks.rank)
         self._joint: dict[tuple[int, int, Operation], int] = {}
 
     def ready(self, op: Op, stage: int, microbatch: int) -> int:
@@ -52,7 +52,8 @@ class _Times:
     def _ended(self, op: Op, stage: int, microbatch: int, time: int) -> Iterator[tuple[int, int]]:
         """A pass ends then: (time, rank) of every pass elsewhere that has all its inputs now."""
         rank, task = self._tasks.rank, self._tasks.number(op, stage, microbatch)
-        for other, lag in self._tasks.feeds[task]:
+        for step, lag in self._tasks.feeds[task]:
+            other = task + step
             self._missing[other] -= 1
             self._ready[other] = max(self._ready[other], time + lag)
             if not self._missing[other] and rank[other] != rank[task]:

@@ -11,12 +11,11 @@ from typing import Literal
 
 from ..actions import RankActions
 from ..costs import Durations
-from ..engine import Rows, list_schedule
-from ..event_loop import Program, time_of
+from ..engine import Rows, list_schedule, time_of
 from ..moves import Room
 from ..placement import Placement
 from ..schedule import ScheduleError
-from ..search import FINE, GAPS, Search
+from ..search import FINE, GAPS, Found, Search
 from ..tasks import Tasks
 
 Objective = Literal["makespan", "span"]
@@ -113,50 +112,36 @@ class Request:
 
         Args:
             cap: activation sets, of all ranks or of each.
-            enough: a time that no order beats, in units of the durations.
+            enough: a time that no order beats, in the unit of the table.
             room: more that a rank keeps (``room_of``).
         """
         span = self.objective == "span"
-        return Search(self.tasks, self._caps(cap), enough * FINE, room, span=span)
+        return Search(self.tasks, self._caps(cap), enough, room, span=span)
 
-    def listed(
-        self, orders: RankActions, cap: int | Sequence[int], gap: Fraction = Fraction(1)
-    ) -> RankActions:
-        """The list schedule of an order that fits the cap."""
-        tasks = self.tasks
-        return tasks.actions(list_schedule(tasks, tasks.rows(orders), self._caps(cap), gap=gap))
+    def listed(self, base: Rows, cap: int | Sequence[int], gap: Fraction = Fraction(1)) -> Found:
+        """The list schedule of a base that fits the cap."""
+        return self.found(list_schedule(self.tasks, base, self._caps(cap), gap=gap))
+
+    def found(self, rows: Rows) -> Found:
+        """An order with its time, in the unit of the table."""
+        time = time_of(self.tasks, rows, span=self.objective == "span")
+        assert time is not None, "the order cannot run"
+        return Found(time, rows)
 
     def _caps(self, cap: int | Sequence[int]) -> Sequence[int]:
         return [cap] * self.pp if isinstance(cap, int) else cap
 
-    def time_of(self, orders: RankActions, limit: int | None = None) -> int | None:
-        """How long ``orders`` take under this request's durations and objective; None if more
-        than ``limit``."""
-        return time_of(orders, self._program, span=self.objective == "span", limit=limit)
-
-    @property
-    def _program(self) -> Program:
-        return _program(self.placement, self.durations, self.microbatches)
-
     def fastest(self, candidates: Iterable[RankActions]) -> RankActions:
-        """The candidate that takes least; the first of them if several do.
-
-        Raises:
-            ValueError: there is none.
-        """
-        best: RankActions | None = None
-        least: int | None = None
-        for orders in candidates:
-            taken = self.time_of(orders, None if least is None else least - 1)
-            if taken is not None:
-                best, least = orders, taken
-        if best is None:
-            raise ValueError("no candidate order")
-        return best
+        """The candidate that takes least; the first of them if several do."""
+        tasks = self.tasks
+        return min(candidates, key=lambda orders: self.found(tasks.rows(orders)).time)
 
     def listed_at_unit_times(self, orders: RankActions, cap: int | Sequence[int]) -> RankActions:
         """The list schedule at equal times: the published way, blind to the costs."""
-        return replace(self, durations=Durations.unit(self.placement)).listed(orders, cap)
+        unit = replace(self, durations=Durations.unit(self.placement)).tasks
+        return unit.actions(
+            list_schedule(unit, unit.rows(orders), self._caps(cap), gap=Fraction(1))
+        )
 
     def shaped(self, makes: Sequence[Make], cap: int | Sequence[int]) -> RankActions:
         """The fastest order found from those of ``makes``, all under the cap; at equal times the
@@ -180,7 +165,9 @@ class Request:
 
             ways = [(number, gap) for number, _ in enumerate(starts) for gap in GAPS]
             number, gap = min(ways, key=lambda way: taken(starts[way[0]], way[1]))
-            return self.fastest([first, self.listed(makes[number](self), cap, gap)])
+            base = self.tasks.rows(makes[number](self) if number else first)
+            found = fastest(self.found(self.tasks.rows(first)), self.listed(base, cap, gap))
+            return self.tasks.actions(found.rows)
         search = self.search(cap)
         if self.effort:
             bases = [first, *(make(self) for make in makes[1:])]
@@ -191,10 +178,12 @@ class Request:
         return self.tasks.actions(search.pool[0].rows)
 
 
-# Not an attribute of requests: caches of orders keep these, and would keep all programs' nodes.
-_program = lru_cache(maxsize=4)(Program)
+def fastest(*found: Found) -> Found:
+    """The one that takes least; the first of them if several do."""
+    return min(found, key=lambda one: one.time)
 
 
+# Not an attribute of requests: caches of orders keep these, and would keep all tables.
 @lru_cache(maxsize=4)
 def _tasks(placement: Placement, durations: Durations, microbatches: int) -> Tasks:
     return Tasks(placement, durations.times(FINE, durations.scale), microbatches)

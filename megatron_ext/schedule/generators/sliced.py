@@ -9,7 +9,6 @@ every chunk, each of the size of a slice.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -49,7 +48,7 @@ def sliced(
     """
     block = _block(asked, group_size)
     tasks, whole = tasks_of(asked, block)
-    base = stamped(block, tasks)
+    base = block.rows(tasks)
     if not generator.fixed:
         work, span = int(THOROUGH * 3 * effort), objective == "span"
         if memory_cap is None:
@@ -68,8 +67,7 @@ def sliced(
 def tasks_of(asked: Schedule, block: Block) -> tuple[Tasks, int]:
     """The table of all passes, for searches, and the size of a whole microbatch's set in it."""
     costs, whole = asked.unit_costs()
-    fused = {stage for op, stage in block.offsets if op is Op.BW}
-    if fused and asked.joined:
+    if block.fused and asked.joined:
         raise ValueError(
             f"{asked.name} has no W passes of their own to join; leave it out, or use zb-h1 or v-zb"
         )
@@ -79,7 +77,7 @@ def tasks_of(asked: Schedule, block: Block) -> tuple[Tasks, int]:
     given = iter(costs)
     counts = asked.slices or (1,) * asked.microbatches
     rows = [[next(given) for _ in range(count)] for count in counts]
-    return Tasks(asked.placement, fine, rows, fused=fused), whole
+    return Tasks(asked.placement, fine, rows, fused=block.fused), whole
 
 
 def _block(asked: Schedule, group_size: int | None) -> Block:
@@ -96,28 +94,9 @@ def _block(asked: Schedule, group_size: int | None) -> Block:
     return named_block(name, asked.pp, len(asked.units), asked.chunks)
 
 
-def stamped(block: Block, tasks: Tasks) -> Rows:
-    """The repeated block's order of all units.
-
-    Args:
-        block: of F, and B and W or BW.
-        tasks: on the block's placement, of any units.
-    """
-    most = max(Counter(tasks.microbatch).values()) - 1
-    begins = [block.begin(place) for place in range(tasks.units + most)]
-    late = max(behind - own for own, behind in zip(begins, begins[most:]))
-    timed: list[list[tuple[int, int]]] = [[] for _ in range(tasks.placement.pp)]
-    for lane, (op, stage) in enumerate(tasks.lanes):
-        assert isinstance(op, Op)  # a block has no vocabulary passes
-        first = block.offsets[op, stage] + (0 if op is Op.F else late)
-        for begin, task in zip(begins, tasks.lane_order(lane)):
-            timed[tasks.rank[task]].append((first + begin, task))
-    return [[task for _, task in sorted(row)] for row in timed]
-
-
 def vees(tasks: Tasks) -> list[Rows]:
     """Every V block's order of all units, on the V placement."""
-    return [stamped(vee.block(tasks.placement.pp), tasks) for vee in VEES.values()]
+    return [vee.block(tasks.placement.pp).rows(tasks) for vee in VEES.values()]
 
 
 def planned(

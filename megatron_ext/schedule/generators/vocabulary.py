@@ -15,9 +15,8 @@ from fractions import Fraction
 from ..actions import Action, AnyAction, Op, Operation, RankActions
 from ..effects import given, passes, peak_sets
 from ..engine import list_schedule
-from ..event_loop import Program, time_of
 from ..schedule import Schedule, ScheduleError
-from ..simulate import simulate
+from ..simulate import Replay, simulate
 from ..tasks import Tasks
 from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, VocabularyOp, peak_held
 from .request import LONG
@@ -50,13 +49,13 @@ def add_vocabulary(
                 raise schedule.fault(rank, position, text)
     placement, durations = schedule.placement, schedule.costs.durations(schedule.placement)
     output = Vocabulary(placement, barriers, embeddings=False)
-    program = Program(placement, durations, schedule.microbatches, output)
     more = placement.chunks * barriers if growth is None else growth
     caps = [sets + more for sets in peak_sets(schedule.ranks)]
 
+    plain = replace(schedule, barriers=barriers)
+
     def scored(orders: RankActions) -> _Scored:
-        taken = time_of(orders, program)
-        assert taken is not None  # there is no limit
+        taken = Replay(plain.with_ranks(orders), durations).makespan()
         return (taken, *sorted(peak_held(orders), reverse=True)), orders
 
     delayed = _Delayed(schedule, output, caps, Fraction(more, placement.chunks))

@@ -19,7 +19,7 @@ from ..link import Link, LinkTimes
 from ..schedule import Schedule
 from ..simulate import run_times, simulate
 from ..tasks import sources
-from ..units import Unit, UnitCosts, peaks
+from ..units import Unit, UnitCosts
 from .placing import ActivationSet, Passes, Placing
 
 Row = tuple[AnyAction, ...]
@@ -182,7 +182,7 @@ class _Planner:
     def _peaks(self, group: Sequence[int], placing: Placing) -> list[int]:
         """Most on the device of each rank, in parts of a whole set."""
         rows = [self.row(rank, placing) for rank in group]
-        return peak_sets(rows) if self.units is None else peaks(rows, self.units)
+        return peak_sets(rows, self.units)
 
     def _by_lifespan(self, rank: int) -> list[int]:
         """The rank's stages, longest mean lifespan first, the earlier stage of equals."""

@@ -16,15 +16,12 @@ from megatron_ext.schedule import AUTO, Costs, Placement, check, generate, lower
 from megatron_ext.schedule.actions import AnyAction, Op, Operation
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.effects import peak, steps
-from megatron_ext.schedule.event_loop import Program
+from megatron_ext.schedule.engine import list_schedule
 from megatron_ext.schedule.generators import NAMES
-from megatron_ext.schedule.generators.cap import (
-    _at_equal_times,
-    _named,
-    unit_bound,
-    v_cap_limits,
-)
+from megatron_ext.schedule.generators.blocks import VEES
+from megatron_ext.schedule.generators.cap import _at_equal_times, unit_bound, v_cap_limits
 from megatron_ext.schedule.generators.request import Request
+from megatron_ext.schedule.tasks import Tasks
 from tests.support.grids import sampled
 from tests.support.schedules import made
 
@@ -58,10 +55,21 @@ def test_unit_costs_at_some_caps_of_long_pipelines(pp: int) -> None:
 def test_long_pipelines_have_the_named_orders_first_at_equal_times(pp: int) -> None:
     """So a search takes them from there, and makes them once."""
     vee = Placement.vee(pp)
-    for make, cap in _named(pp):
+    for name in VEES.values():
         for m in (2 * pp, 4 * pp + 1):
             request = Request(vee, m, Durations.unit(vee))
-            assert _at_equal_times(request, cap) == make(pp, m)
+            assert _at_equal_times(request, name.cap(pp)).rows == name.rows(pp, m)
+
+
+@pytest.mark.parametrize("pp", sampled([*range(2, 20), 24, 29, 32], (2, 3, 5, 8)))
+def test_the_named_orders_repeat_their_steady_state(pp: int) -> None:
+    """They are the list schedules of their blocks, of which only few microbatches are scheduled."""
+    for vee in VEES.values():
+        block = vee.block(pp)
+        for m in (3 * pp, 3 * pp + 1, 5 * pp + 2):
+            tasks = block.table(m)
+            listed = list_schedule(tasks, block.rows(tasks), [vee.cap(pp)] * pp)
+            assert vee.rows(pp, m) == listed, m
 
 
 def test_few_microbatches() -> None:
@@ -286,14 +294,14 @@ def test_auto_errors(options: dict[str, int], message: str) -> None:
     assert message in str(error.value)
 
 
-def test_caches_of_orders_keep_no_programs() -> None:
+def test_caches_of_orders_keep_no_tables() -> None:
     """They are many times as large as the orders, and a process may make orders all day."""
 
-    def programs() -> int:
+    def tables() -> int:
         gc.collect()
-        return sum(type(one) is Program for one in gc.get_objects())
+        return sum(type(one) is Tasks for one in gc.get_objects())
 
-    before = programs()
+    before = tables()
     for microbatches in range(5, 17):
         generate("v-half", 2, microbatches, costs=Costs.of(10, 11, 8), effort=0.01)
-    assert programs() - before <= 4
+    assert tables() - before <= 4

@@ -1,14 +1,17 @@
-"""What a pass waits for: the rule by hand, and that few other places know it."""
+"""What a pass waits for, that few places know it, and that few files lead to an order."""
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 
 import pytest
 
-from megatron_ext.schedule import Action, Op, Placement
+from megatron_ext.schedule import Action, Costs, Op, Placement, generate
 from megatron_ext.schedule.actions import Operation
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.effects import CARRIED, KINDS, MESSAGES, inputs, results, users
@@ -110,3 +113,39 @@ def test_a_step_is_seen_however_it_is_written() -> None:
     other = ["stage * 1", "stage + 2", "stages + 1", "stage + one", "f(stage, 1)"]
     assert sorted(steps(ast.parse("\n".join(lines)))) == [1, 2, 3, 4, 5]
     assert not list(steps(ast.parse("\n".join(other))))
+
+
+def imported(path: Path, folder: Path) -> Iterator[Path]:
+    """Files of a folder that a file imports from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            for one in (base, *(base / name.name for name in node.names)):
+                if one.with_suffix(".py").is_file() and folder in one.parents:
+                    yield one.with_suffix(".py")
+
+
+def test_what_makes_an_order_is_at_most_four_files_away() -> None:
+    """From ``generate``: its file, and three more; by what runs, and by what imports what."""
+    folder = ROOT / "megatron_ext" / "schedule"
+    seen: set[Path] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        seen.add(Path(frame.f_code.co_filename))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        generate("v-half", 3, 19, costs=Costs.of(1, 2, "0.7", "0.1"), effort=0.01)
+    finally:
+        sys.setprofile(before)
+    far = {folder / "generators" / "registry.py": 1}
+    todo = list(far)
+    for path in todo:
+        for other in imported(path, folder):
+            if other not in far:
+                far[other] = far[path] + 1
+                todo.append(other)
+    used = {path for path in seen if folder in path.parents}
+    assert {"moves.py", "longer.py", "tasks.py", "building_block.py"} <= {x.name for x in used}
+    assert max(far[path] for path in used) <= 4

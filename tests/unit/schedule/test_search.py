@@ -127,14 +127,13 @@ def test_searches_are_the_same_in_other_units() -> None:
 def test_a_steady_state_is_repeated() -> None:
     start = generate("v-half", 4, 12)
     tasks, rows = table(start, Costs())
-    more = tasks.like(17)
+    more, best = table(generate("v-half", 4, 17), Costs())
     found = list(cuts(tasks, rows, replay(tasks, rows) or [], 1, 5))
     assert len(found) == 5
-    longer_rows = [lengthened(tasks, rows, cut, 1, more) for cut in found]
+    longer_rows = [lengthened(tasks, rows, cut, 1, more, 5) for cut in found]
     assert all(max(check(made(more, rows)).peak_sets) == 6 for rows in longer_rows)
     times = [span(more, rows) for rows in longer_rows]
-    best = table(generate("v-half", 4, 17), Costs())
-    assert times[2] == min(times) == span(*best)
+    assert times[2] == min(times) == span(more, best)
 
 
 @pytest.mark.parametrize("m", [1, 2, 7])
@@ -143,9 +142,9 @@ def test_orders_without_a_steady_state_are_lengthened_too(m: int) -> None:
     for period in (1, 2, 3):
         found = list(cuts(tasks, rows, replay(tasks, rows) or [], period, 40))
         assert found or m < 7
-        more = tasks.like(m + 2 * period)
+        more, _ = table(generate("v-min", 3, m + 2 * period))
         for cut in found:
-            made(more, lengthened(tasks, rows, cut, period, more))
+            made(more, lengthened(tasks, rows, cut, period, more, 2 * period))
 
 
 def test_longer_orders_keep_the_caps_the_likely_fastest_first() -> None:
@@ -154,7 +153,7 @@ def test_longer_orders_keep_the_caps_the_likely_fastest_first() -> None:
     short = Search(tasks, [6] * 4)
     short.add(rows)
     for count in (1, 2, 6, 12):
-        more = tasks.like(8 + count)
+        more, _ = table(generate("v-min", 4, 8 + count))
         times = []
         for found in longer(short, more, 1 << 20):
             assert max(more.peaks(found)) <= 6

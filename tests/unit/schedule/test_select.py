@@ -21,6 +21,7 @@ from megatron_ext.schedule import (
     select,
     simulate,
 )
+from megatron_ext.schedule.generators import sliced
 from megatron_ext.schedule.memory_cap import ShareCap, cap_sets
 from megatron_ext.schedule.named import CapExceeded, _as_large
 from megatron_ext.schedule.passes.offload import offload
@@ -247,3 +248,23 @@ def test_names_that_keep_megatrons_placement() -> None:
     loops = [name for name in NAMES if GENERATORS[name].placement == "loop"]
     one = tuple(name for name in loops if generate(name, 4, 8).chunks == 1)
     assert one == ONE_CHUNK and {*loops} - {*one} == {*ANY_CHUNKS}
+
+
+@pytest.mark.parametrize("share", [Fraction(3, 10), Fraction(1, 2)])
+def test_only_schedules_whose_block_fits_are_searched(
+    share: Fraction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With slices every search counts, and most names do not fit a small cap."""
+    tried: list[int] = []
+    search = sliced.searched
+
+    def counted(*args: Any, **options: Any) -> Any:
+        tried.append(args[3])
+        return search(*args, **options)
+
+    monkeypatch.setattr(sliced, "searched", counted)
+    best = select(request(AUTO, 4, 4, share, slices=(2,) * 4, effort=0.01)).schedule
+    assert max(best.peak_activation()) <= share * 4
+    fit = int(best.note.split("fastest of ")[1].split()[0])
+    searches = sum(work > 0 for work in tried)
+    assert 0 < searches <= fit < len(NAMES) - 4

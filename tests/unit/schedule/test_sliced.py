@@ -29,7 +29,6 @@ from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import replay
 from megatron_ext.schedule.generators.blocks import VEES, named_block
-from megatron_ext.schedule.generators.sliced import stamped
 from megatron_ext.schedule.io import from_json, to_csv
 from megatron_ext.schedule.jitter import jitter
 from megatron_ext.schedule.memory_cap import ShareCap
@@ -219,7 +218,7 @@ def test_stamped_blocks_run_at_any_number_of_slices() -> None:
         durations = Durations.unit(block.placement)._replace(hop=rng.randint(0, 3))
         fused = {s for op, s in block.offsets if op.value == "BW"}
         tasks = Tasks(block.placement, durations, units, fused=fused)
-        rows = stamped(block, tasks)
+        rows = block.rows(tasks)
         assert replay(tasks, rows) is not None
         chunks = block.placement.chunks
         if block.group == 1:
