@@ -26,6 +26,7 @@ class Job:
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
     stage, where a hybrid pattern lists stages. ``recipe`` is the FP8 or FP4 recipe;
     ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4); ``window`` how far attention looks.
+    ``graphed`` are modules in CUDA graphs (``launches.py``).
     An ``overlap_moe_expert_parallel_comm`` of None leaves it open."""
 
     num_layers: int
@@ -51,6 +52,7 @@ class Job:
     attention_dropout: float = 0.1
     flash_attention: bool = True
     attention_softmax_in_fp32: bool = False
+    softmax_type: str = "vanilla"
     transformer_engine: bool = True
     mtp_layers: tuple[str, ...] = ()
     segments: tuple[int, ...] | None = None
@@ -82,6 +84,8 @@ class Job:
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
     moe_grouped_gemm: bool = False
+    use_transformer_engine_op_fuser: bool = False
+    graphed: tuple[str, ...] = ()
     moe_token_dispatcher_type: str = "allgather"
     moe_pipeline_chunks: str | None = None
     moe_memory_reuse: str | None = None
