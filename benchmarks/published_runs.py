@@ -257,7 +257,7 @@ _NOTES = """\
 ## What made predictions with experts too fast
 
 Without this term runs with experts were predicted 3 to 73 % too fast. Those with CUDA graphs of
-whole iterations and one fused kernel for all experts (container 26.08) were not: -10 to +7 %, but
+whole iterations and one fused kernel for all experts (container 26.08) were not: -10 to +7 %, except
 for gpt-oss. So products of experts, their memory traffic and the exchange were right, and **the
 host** was missing. A dropless layer waits for its counts of tokens, so the host is never ahead of
 the device, and launches come on top of what the device computes. Each local expert adds launches,
@@ -284,7 +284,7 @@ and 6 % with it.
 Assumed: the fusions of the container, and the layout where layers do not divide (balanced). Experts
 have equal loads in the runs, too. The all-to-all runs at the rate of the links and is not hidden
 without pairs. The model's FLOPs are counted as in `plan/throughput.py`; published ones
-are the same but for windows of attention. Memory is not published with these runs, so it is not
+are the same except for windows of attention. Memory is not published with these runs, so it is not
 compared here.
 """
 

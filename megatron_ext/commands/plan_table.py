@@ -6,6 +6,7 @@ from typing import Any
 
 from ..view.table import columns
 from .plan_baseline import gain, reference
+from .plan_lengths import text_of as lengths_text
 from .plan_text import assumptions_text, difference_text, heads_of, point_cells, report_text
 
 
@@ -16,7 +17,8 @@ def answer(data: dict[str, Any], file: str | None, *, every: bool) -> str:
         file: that the order was written to.
         every: with all assumptions.
     """
-    end = [*assumptions_text(data, every), *difference_text(data)]
+    lengths = lengths_text(data["lengths"], data["microbatch_cost"]) if "lengths" in data else []
+    end = [*lengths, *assumptions_text(data, every), *difference_text(data)]
     return "\n".join([report_text(data, file, table(data)), *end])
 
 
