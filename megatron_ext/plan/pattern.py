@@ -133,7 +133,8 @@ def listed(text: str) -> int | list[int]:
         ValueError: it is neither, or is longer than ``_LONGEST``.
     """
     try:
-        return _expression(ast.parse(text, mode="eval").body)
+        found: int | list[int] = _expression(ast.parse(text, mode="eval").body)
+        return found
     except (SyntaxError, TypeError, RecursionError, MemoryError):
         raise ValueError(f"{shown(text)} is neither N nor a list of whole numbers") from None
 
