@@ -12,9 +12,8 @@ from . import plan_device, plan_input, plan_k, plan_lengths, plan_space
 from .common import InputError, Parser, user_input
 from .plan_baseline import BESIDE_GIVEN, baselines, baselines_json, of_given_sizes
 from .plan_given import Given, difference, freed, jobs, replaced
-from .plan_order import save_order
 from .plan_report import report_json
-from .plan_table import answer
+from .plan_table import answer, save_order
 
 _HELP = """
 The model and how it is divided are given as Megatron's own flags, as pretrain_gpt.py has them

@@ -1,10 +1,13 @@
-"""The table of ``plan``: the front beside the user's own flags and stock."""
+"""The answer of ``plan``: the front beside the user's own flags and stock, and the order's file."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..plan.point import Point
+from ..schedule import save
 from ..view.table import columns
+from .common import InputError, output
 from .plan_baseline import gain, reference
 from .plan_lengths import text_of as lengths_text
 from .plan_text import assumptions_text, difference_text, heads_of, point_cells, report_text
@@ -67,3 +70,18 @@ def _legend(data: dict[str, Any]) -> list[str]:
     if data["yours_impossible"]:
         lines.append(f"yours has no row: {data['yours_impossible']}")
     return lines
+
+
+def save_order(path: str, point: Point) -> None:
+    """Write a point's schedule, with its offload, to a file.
+
+    Raises:
+        InputError: there is none, without a pipeline.
+    """
+    if not point.is_pipeline:
+        raise InputError(
+            f"--output {path}: the fastest is without a pipeline, which has no schedule; give --pp "
+            "or --schedules for the fastest pipeline"
+        )
+    with output(path) as target:
+        save(point.schedule(), target)

@@ -11,7 +11,8 @@ from .._conflict import values_of
 from .._input import attribute, flag_of
 from . import overlap, vocabulary
 from .defaults import job_with_defaults
-from .launches import GRAPHS, graphed
+from .launches import GRAPHS as GRAPHS
+from .launches import graphed as graphed
 from .model import Job, PlanError
 from .moe_job import check, exclude_chunks
 

@@ -26,8 +26,7 @@ class Job:
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
     stage, where a hybrid pattern lists stages. ``recipe`` is the FP8 or FP4 recipe;
     ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4); ``window`` how far attention looks.
-    ``graphed`` are modules in CUDA graphs (``launches.py``).
-    An ``overlap_moe_expert_parallel_comm`` of None leaves it open."""
+    ``graphed`` are modules in CUDA graphs. ``overlap_moe_expert_parallel_comm``: None is open."""
 
     num_layers: int
     hidden_size: int
@@ -181,11 +180,6 @@ class Job:
     def quantization(self) -> Quantization | None:
         """Of linear layers; None in 16 or 32 bits."""
         return None if self.recipe is None else RECIPES[self.recipe]
-
-    @property
-    def muon(self) -> bool:
-        """True if matrices have Muon's one moment."""
-        return self.optimizer in ("muon", "dist_muon")
 
     @property
     def stages_are_given(self) -> bool:

@@ -10,8 +10,7 @@ from typing import Any
 
 from ...._input import attribute
 from ....plan.budget import Budget
-from ....plan.flags import FLAGS, NOT_MODELLED, job_of
-from ....plan.launches import GRAPHS, graphed
+from ....plan.flags import FLAGS, GRAPHS, NOT_MODELLED, graphed, job_of
 from ....plan.layout import Split, read_layout
 from ....plan.memory import growth
 from ....plan.model import Job, PlanError
