@@ -8,13 +8,12 @@ import time
 
 from .._terminal import Progress
 from ..plan.search import Search
-from . import plan_device, plan_input, plan_k, plan_space
+from . import plan_device, plan_input, plan_k, plan_lengths, plan_space
 from .common import InputError, Parser, user_input
 from .plan_baseline import BESIDE_GIVEN, baselines, baselines_json, of_given_sizes
 from .plan_given import Given, difference, freed, jobs, replaced
-from .plan_order import save_order
 from .plan_report import report_json
-from .plan_table import answer
+from .plan_table import answer, save_order
 
 _HELP = """
 The model and how it is divided are given as Megatron's own flags, as pretrain_gpt.py has them
@@ -35,6 +34,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     plan_input.add_options(parser)
     plan_device.add_options(parser)
     plan_space.add_options(parser)
+    plan_lengths.add_option(parser)
     parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
     parser.add_argument("--verbose", action="store_true", help="print all assumptions too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -68,6 +68,11 @@ def _plan(args: argparse.Namespace) -> int:
     if args.output is not None and best is not None:
         save_order(args.output, best)
     data = report_json(result, spaces, ignored, notes, seconds, args.output, args.gpus_per_node)
+    if args.microbatch_cost is not None:
+        with user_input():
+            rows = plan_lengths.of_points(args.microbatch_cost, result.front)
+        data["lengths"] = [row.json for row in rows]
+        data["microbatch_cost"] = args.microbatch_cost
     data["model_flags"] = plan_input.model_flags(args, given)
     data |= baselines_json(others, result, gpu)
     flags = (data["chosen"] or data["needs"])["flags"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan import collectives, memory, moe_times, slices, times
+from ..plan import collectives, launches, memory, moe_times, slices, times
 from ..plan.divisions import RULES
 from ..plan.space import SearchSpace
 from .network import network_text
@@ -17,7 +17,9 @@ def assumptions(space: SearchSpace, notes: Sequence[str], several: bool) -> list
     notes = [*([f"messages: {ways}"] if ways else []), *notes]
     measured = [] if not space.profiles else ["times and rates: measured, from the profile"]
     job = space.job
-    experts: tuple[str, ...] = moe_times.ASSUMPTIONS if job.num_experts else ()
+    experts: tuple[str, ...] = ()
+    if job.num_experts:
+        experts = (*launches.ASSUMPTIONS, *moe_times.ASSUMPTIONS)
     experts += pair_assumptions(job)
     computed = [*times.ASSUMPTIONS, *experts, *space.gpu.assumptions()]
     cut = slices.ASSUMPTIONS if space.slices else ()

@@ -83,7 +83,7 @@ def baselines(
     return Baselines(yours, stock)
 
 
-BESIDE_GIVEN = 0.6  # of a search's work, where the sizes given were searched before
+BESIDE_GIVEN = 0.55  # of a search's work, where the sizes given were searched before
 
 
 def of_given_sizes(

@@ -1,11 +1,15 @@
-"""The table of ``plan``: the front beside the user's own flags and stock."""
+"""The answer of ``plan``: the front beside the user's own flags and stock, and the order's file."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..plan.point import Point
+from ..schedule import save
 from ..view.table import columns
+from .common import InputError, output
 from .plan_baseline import gain, reference
+from .plan_lengths import text_of as lengths_text
 from .plan_text import assumptions_text, difference_text, heads_of, point_cells, report_text
 
 
@@ -16,7 +20,8 @@ def answer(data: dict[str, Any], file: str | None, *, every: bool) -> str:
         file: that the order was written to.
         every: with all assumptions.
     """
-    end = [*assumptions_text(data, every), *difference_text(data)]
+    lengths = lengths_text(data["lengths"], data["microbatch_cost"]) if "lengths" in data else []
+    end = [*lengths, *assumptions_text(data, every), *difference_text(data)]
     return "\n".join([report_text(data, file, table(data)), *end])
 
 
@@ -65,3 +70,18 @@ def _legend(data: dict[str, Any]) -> list[str]:
     if data["yours_impossible"]:
         lines.append(f"yours has no row: {data['yours_impossible']}")
     return lines
+
+
+def save_order(path: str, point: Point) -> None:
+    """Write a point's schedule, with its offload, to a file.
+
+    Raises:
+        InputError: there is none, without a pipeline.
+    """
+    if not point.is_pipeline:
+        raise InputError(
+            f"--output {path}: the fastest is without a pipeline, which has no schedule; give --pp "
+            "or --schedules for the fastest pipeline"
+        )
+    with output(path) as target:
+        save(point.schedule(), target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..plan.calibration import OF_EXPERTS
+from ..plan.calibration import OF_RUNS
 from ..view.timeline import decimal
 from .plan_moe import plan_layer_text
 from .plan_options import expert_overlap_text, post_validation_text, vocabulary_text
@@ -155,8 +155,9 @@ def error_text(data: dict[str, Any]) -> list[str]:
     if error is None:
         return []
     what = "passes that were measured and not fitted to (--calibration)"
-    if error == OF_EXPERTS:
-        what = "published runs of models with experts, all slower (benchmarks/published-runs.md)"
+    for kind, of_runs in OF_RUNS.items():
+        if error == of_runs:
+            what = f"published runs with {kind} (benchmarks/published-runs.md)"
     return [f"step times: expect an error of {error:.0%}, that of {what}", ""]
 
 

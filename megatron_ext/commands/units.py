@@ -105,7 +105,7 @@ def units_asked(args: argparse.Namespace, microbatches: int, cut: tuple[int, ...
     factors = None
     attention, overhead = args.attention_share or Fraction(0), args.slice_overhead or Fraction(0)
     if args.microbatch_cost is not None:
-        factors = _factors(args.microbatch_cost, attention)
+        factors = factors_of(args.microbatch_cost, attention)
         if len(factors) != microbatches:
             raise ValueError(
                 f"--microbatch-cost has {len(factors)} microbatches, but there are {microbatches}; "
@@ -127,8 +127,15 @@ def _slices(text: str, microbatches: int) -> tuple[int, ...]:
     return check_slices(counts[0] if len(counts) == 1 else counts, microbatches)
 
 
-def _factors(text: str, attention: Fraction) -> Factors:
-    """Of F, B and W of each microbatch."""
+def factors_of(text: str, attention: Fraction) -> Factors:
+    """Of F, B and W of each microbatch, by the value of ``--microbatch-cost``.
+
+    Args:
+        attention: share of F's time in core attention, for lengths.
+
+    Raises:
+        ValueError: it is neither a list nor a file of one.
+    """
     rows = [[part] for part in text.split(",")]
     where = "--microbatch-cost"
     if "," not in text and not _is_number(text):

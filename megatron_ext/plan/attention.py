@@ -7,6 +7,7 @@ attention, Megatron's ``multi_latent_attention.py`` for what it recomputes.
 
 from __future__ import annotations
 
+from .launches import ATTENTION, LATENT, waits
 from .model import Job
 from .parts import (
     FP32,
@@ -100,6 +101,7 @@ def attention(job: Job, *, window: int | None = None) -> Part:
     core = _core_work(job, q, q, window)
     rope = 2 * e * t * (q + 2 * k)
     work = Work(moved=rope, moved_back=rope, kernels=2).plus(core).plus(exchange(job))
+    work = work.plus(waits(job, ATTENTION, "attn"))
     return Part(
         (
             before.saved,
@@ -165,7 +167,7 @@ def latent_attention(job: Job) -> Part:
     return Part(
         (*pieces, *_projection(job, v), *dropout_mask(job)),
         parameters,
-        own.plus(core).plus(exchange(job)).plus(before.work),
+        own.plus(core).plus(exchange(job)).plus(before.work).plus(waits(job, LATENT, "attn")),
         again.plus(own) if recomputes else again,
         carried=e * t * (q + v),
     )

@@ -73,6 +73,8 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         values["position_embedding_type"] = "rope"
     if given.get("moe_token_dispatcher_type") == "flex":
         assumed.append("flex dispatcher: sets as with alltoall; its own buffers are not counted")
+    if given.get("graphed"):
+        assumed.append("memory of CUDA graphs is not counted")
     if values["recipe"] is not None:
         assumed.append(
             f"{values['recipe']}: quantized weights are kept row-wise and column-wise, inputs of "

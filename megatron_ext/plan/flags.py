@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
+from .._conflict import values_of
 from .._input import attribute, flag_of
 from . import overlap, vocabulary
 from .defaults import job_with_defaults
+from .launches import GRAPHS as GRAPHS
+from .launches import graphed as graphed
 from .model import Job, PlanError
 from .moe_job import check, exclude_chunks
 
@@ -18,7 +21,7 @@ _COMPUTED = {
     *("layers", "mtp_layers", "segments", "hybrid", "window", "recipe", "quantized_parameters"),
     *("add_bias_linear", "flash_attention", "transformer_engine", "data_parallel_size"),
     *("params_dtype", "grads_in_fp32", "cheap_recompute", "recompute_modules", "layout"),
-    *("offload_modules", "assumptions", "vocab_parallel", "vocab_chunks"),
+    *("offload_modules", "assumptions", "vocab_parallel", "vocab_chunks", "graphed"),
 }
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
@@ -84,8 +87,6 @@ NOT_MODELLED = {
 # Also known, because they change what is counted here by less than its error or not at all.
 COUNTED_AS = {
     "--first-last-layers-bf16": "all layers are counted as quantized",
-    "--cuda-graph-impl": "memory of CUDA graphs is not counted",
-    "--enable-cuda-graph": "memory of CUDA graphs is not counted",
 }
 
 
@@ -132,7 +133,9 @@ def read(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             )
     exclude_chunks(vars(known), rest)
     overlap.exclude_pairs(vars(known), rest)
-    return vars(known), ignored
+    modules = graphed(values_of(rest))
+    found = {**vars(known), **({"graphed": modules} if modules else {})}
+    return found, [flag for flag in ignored if flag not in GRAPHS]
 
 
 def notes_on(ignored: Sequence[str]) -> list[str]:

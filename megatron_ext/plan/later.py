@@ -21,7 +21,7 @@ from .in_slices import try_slices
 from .offers import large_sets, offers
 from .result import sizes_of
 from .space import SearchSpace
-from .work import FOR_LAST, FOR_SMALL, NEAR, PAIRED, full
+from .work import FOR_LAST, FOR_SMALL, NEAR, full
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def small(search: Search) -> None:
             if not search.work.affords(one.spec, FOR_LAST):
                 break
             search.add(one.spec, one.workload)
-            if one.spec.overlap:
-                search.work.take(PAIRED)
+            search.work.take(search.work.of_pairs(one.spec))
     if not search.always_offload:
         _less(search, limit, wide)
 
@@ -197,8 +196,8 @@ def whole_vocabulary(search: Search) -> None:
     same = [s for s in search.spaces if s.vocabulary and sizes_of(s.job) == sizes_of(best.job)]
     for space in same[:1]:
         plain = replace(space, vocabulary=False, micro_batch_sizes=(best.job.micro_batch_size,))
-        every = [one for case in cases(plain, search.result.budget)
-                 for one in candidates_of(case, search.units)]  # fmt: skip
+        likely = sorted(cases(plain, search.result.budget), key=lambda one: one.likely_us)
+        every = [one for case in likely[:_CASES] for one in candidates_of(case, search.units)]
         fits = [one for one in every if one.bytes <= search.result.budget] or every
         found = [
             one.refined(search.units)

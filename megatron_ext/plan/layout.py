@@ -120,6 +120,22 @@ def spread(
     return counts
 
 
+def expanded(text: str) -> str:
+    """A pipeline layout without commas, its repetitions written out.
+
+    Raises:
+        ValueError: it stands for more than ``_LONGEST`` layers and stages.
+    """
+    plain = text.replace(",", "").replace(" ", "")
+    # One layer's repetitions first, then those of what stands in brackets.
+    for pattern in (r"([^()*\d])\*(\d+)", r"\(([^()*]*)\)\*(\d+)"):
+        while (found := re.search(pattern, plain)) is not None:
+            if len(plain) + len(found[1]) * int(found[2][:9]) > _LONGEST:
+                raise ValueError(f"stands for more than {_LONGEST} layers and stages")
+            plain = plain[: found.start()] + found[1] * int(found[2]) + plain[found.end() :]
+    return plain
+
+
 def read_layout(text: str, layers: int) -> Split:
     """The split of ``--pipeline-model-parallel-layout``.
 
@@ -131,16 +147,10 @@ def read_layout(text: str, layers: int) -> Split:
         PlanError: it is no such string, or lists another number of layers.
     """
     flag = f"--pipeline-model-parallel-layout {shown(text)}"
-    plain = text.replace(",", "").replace(" ", "")
-    # One layer's repetitions first, then those of what stands in brackets.
-    for pattern in (r"([^()*\d])\*(\d+)", r"\(([^()*]*)\)\*(\d+)"):
-        while (found := re.search(pattern, plain)) is not None:
-            if len(plain) + len(found[1]) * int(found[2][:9]) > _LONGEST:
-                raise PlanError(
-                    f"{flag} stands for more than "
-                    f"{_LONGEST} layers and stages; --num-layers is {layers}"
-                )
-            plain = plain[: found.start()] + found[1] * int(found[2]) + plain[found.end() :]
+    try:
+        plain = expanded(text)
+    except ValueError as error:
+        raise PlanError(f"{flag} {error}; --num-layers is {layers}") from None
     if re.search(r"[^EtmL|]", plain) or not plain.startswith("E") or not plain.endswith("L"):
         raise PlanError(f"{flag}: plan reads E, t, m, L, | and repetitions, E first and L last")
     stages = plain.split("|")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .launches import DISPATCH, ROUTER, SHARED, of_experts, waits
 from .model import Job
 from .moe_job import fixed_plan, in_chunks
 from .parts import (
@@ -116,10 +117,12 @@ def experts(job: Job) -> Part:
     pieces: Pieces = dropped([normed], really=before.input == "dropped")
     recomputed = job.recomputes("moe")
     pieces += dropped(inner, really=recomputed)
-    work, activation = _routing(job, routed, own), _activation(job, routed, width)
+    work, activation = _routing(job, routed), _activation(job, routed, width)
+    work = work.plus(waits(job, ROUTER, "moe_router", "moe")).plus(waits(job, DISPATCH, "moe"))
+    work = work.plus(of_experts(job, own))
     if shared:
         tp = job.tensor_model_parallel_size
-        work = work.plus(_activation(job, job.tokens, shared // tp))
+        work = work.plus(_activation(job, job.tokens, shared // tp)).plus(waits(job, SHARED, "moe"))
     whole = Part(
         (before.saved, *pieces, *dropout_mask(job)),
         parameters,
@@ -139,7 +142,7 @@ def _shared_expert(job: Job, source: str) -> Pieces:
     return [fc1, *dropped(pieces[1:], really=job.recomputes("shared_experts"))]
 
 
-def _routing(job: Job, routed: int, own: int) -> Work:
+def _routing(job: Job, routed: int) -> Work:
     """Sorting tokens to experts and back, and the exchange with expert-parallel ranks."""
     width = job.moe_latent_size or job.hidden_size
     sorted_twice = 4 * job.element_bytes * routed * width
@@ -148,6 +151,5 @@ def _routing(job: Job, routed: int, own: int) -> Work:
         moved=sorted_twice,
         moved_back=sorted_twice,
         kernels=10,
-        launches=0 if job.moe_grouped_gemm else 3 * (own - 1),
         expert_bytes=2 * job.element_bytes * routed * width * (ep - 1) / ep,
     )

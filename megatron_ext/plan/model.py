@@ -26,7 +26,7 @@ class Job:
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
     stage, where a hybrid pattern lists stages. ``recipe`` is the FP8 or FP4 recipe;
     ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4); ``window`` how far attention looks.
-    An ``overlap_moe_expert_parallel_comm`` of None leaves it open."""
+    ``graphed`` are modules in CUDA graphs. ``overlap_moe_expert_parallel_comm``: None is open."""
 
     num_layers: int
     hidden_size: int
@@ -51,6 +51,7 @@ class Job:
     attention_dropout: float = 0.1
     flash_attention: bool = True
     attention_softmax_in_fp32: bool = False
+    softmax_type: str = "vanilla"
     transformer_engine: bool = True
     mtp_layers: tuple[str, ...] = ()
     segments: tuple[int, ...] | None = None
@@ -82,6 +83,8 @@ class Job:
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
     moe_grouped_gemm: bool = False
+    use_transformer_engine_op_fuser: bool = False
+    graphed: tuple[str, ...] = ()
     moe_token_dispatcher_type: str = "allgather"
     moe_pipeline_chunks: str | None = None
     moe_memory_reuse: str | None = None
@@ -177,11 +180,6 @@ class Job:
     def quantization(self) -> Quantization | None:
         """Of linear layers; None in 16 or 32 bits."""
         return None if self.recipe is None else RECIPES[self.recipe]
-
-    @property
-    def muon(self) -> bool:
-        """True if matrices have Muon's one moment."""
-        return self.optimizer in ("muon", "dist_muon")
 
     @property
     def stages_are_given(self) -> bool:

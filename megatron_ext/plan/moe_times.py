@@ -22,6 +22,7 @@ from ..moe.plan import (
     footprint,
 )
 from .gpu import Gpu
+from .launches import of_experts
 from .mlp import _activation, _routing, experts, routed_tokens
 from .model import Job
 from .moe_job import (
@@ -106,16 +107,16 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
 
     def costs(plan: LayerPlan) -> ChunkTimes:
         chunk = -(-rows // plan.chunks)
-        routing = _routing(job, chunk, own)
+        routing = _routing(job, chunk)
         message = price(Part((), work=Work(expert_bytes=routing.expert_bytes)))[0] / 2
-        activation, one_by_one = _activation(job, chunk, shape.ffn), routing.launches
+        activation, launched = _activation(job, chunk, shape.ffn), of_experts(job, own)
         fc1, fc2 = (one._replace(rows=chunk) for one in linears)
-        whole = price(Part(tuple(linears), work=Work(launches=one_by_one)))[2]
+        whole = price(Part(tuple(linears)))[2]
         if plan.chunks > 1:  # the rows of all chunks are joined before: read and written
             joined = 2 * rows * shape.element_bytes * sum(x.inputs + x.outputs for x in linears)
             whole += price(Part((), work=Work(moved=joined)))[0]
-        f, b, w = price(Part((fc1, fc2), work=activation.plus(Work(launches=one_by_one))))
-        again = price(Part((fc1,), work=activation.plus(Work(launches=one_by_one / 2))))[0]
+        f, b, w = price(Part((fc1, fc2), work=activation.plus(launched)))
+        again = price(Part((fc1,), work=activation.plus(launched.half())))[0]
         moved = routing.moved / 4  # rows read and written by each of pack, sort, unsort and add
 
         def local(kernels: Local, times: int = 1) -> Local:

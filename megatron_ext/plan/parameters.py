@@ -158,7 +158,7 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     if job.optimizer == "sgd":
         moments = 4 if job.sgd_momentum else 0
     each = main + moments
-    of_matrix = main + 4 if job.muon else each
+    of_matrix = main + 4 if job.optimizer in ("muon", "dist_muon") else each
     d = expert_d = 1
     if job.use_distributed_optimizer or job.optimizer == "dist_muon":
         d = job.data_parallel_size * job.context_parallel_size

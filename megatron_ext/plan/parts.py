@@ -117,7 +117,7 @@ class Work(NamedTuple):
         flops, flops_back: of attention and scans, which are no linear layers, in F and in B.
         moved, moved_back: bytes that other kernels read and write, in F and in B.
         kernels: of F; B has twice as many.
-        launches: kernels that wait for each other besides (experts one by one), of each pass.
+        launches, launches_back: kernels that wait for the host, in F and in B (``launches.py``).
         tensor_bytes: that tensor-parallel ranks exchange, in F and in B.
         collectives: in how many collectives they do so, in F and in B.
         expert_bytes: that expert-parallel ranks exchange, in F and in B.
@@ -129,6 +129,7 @@ class Work(NamedTuple):
     moved_back: float = 0
     kernels: float = 0
     launches: float = 0
+    launches_back: float = 0
     tensor_bytes: float = 0
     collectives: float = 0
     expert_bytes: float = 0

@@ -113,8 +113,8 @@ def _frequency(flag: str, value: Any, layers: int, rule: Any) -> list[bool]:
     """
     text = str(value)
     try:
-        pattern = _expression(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, TypeError):
+        pattern = listed(text)
+    except ValueError:
         raise PlanError(f"{flag} must be N or a list like ([0]*1+[1]*3), got {text!r}") from None
     if isinstance(pattern, int):
         if pattern < 1:
@@ -125,16 +125,39 @@ def _frequency(flag: str, value: Any, layers: int, rule: Any) -> list[bool]:
     return [bool(x) for x in pattern]
 
 
+def listed(text: str) -> int | list[int]:
+    """The value of N, or of a list such as ``([0]*3+[1]*58)``: lists of whole numbers, ``+`` and
+    ``*``; nothing else is evaluated.
+
+    Raises:
+        ValueError: it is neither, or is longer than ``_LONGEST``.
+    """
+    try:
+        found: int | list[int] = _expression(ast.parse(text, mode="eval").body)
+        return found
+    except (SyntaxError, TypeError, RecursionError, MemoryError):
+        raise ValueError(f"{shown(text)} is neither N nor a list of whole numbers") from None
+
+
 def _expression(node: ast.expr) -> Any:
-    """A number, a list, and sums and multiples of lists; nothing else is evaluated."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value >= 0:
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value >= 0:
         return node.value
     if isinstance(node, ast.List | ast.Tuple):
-        return [_expression(x) for x in node.elts]
+        found = [_expression(x) for x in node.elts]
+        if all(isinstance(x, int) for x in found):
+            return found
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _expression(node.left), _expression(node.right)
-        return left + right if isinstance(node.op, ast.Add) else left * right
+        if isinstance(node.op, ast.Add):
+            return left + right
+        times, items = (left, right) if isinstance(left, int) else (right, left)
+        if isinstance(items, list) and times * len(items) > _LONGEST:
+            raise ValueError(f"a list of more than {_LONGEST} layers")
+        return left * right
     raise ValueError(ast.dump(node))
+
+
+_LONGEST = 100_000  # layers
 
 
 def _window(given: dict[str, Any]) -> int | None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..schedule.costs import Costs, merged
 from .gpu import Gpu
 from .kinds import embedding, last_norm, layer, loss, prediction_layer
+from .launches import HOST_S
 from .layout import Split
 from .memory import message_bytes
 from .model import Job
@@ -103,10 +104,11 @@ class _Model:
         gpu = self.gpu
         sent = work.tensor_bytes / (gpu.peer * gpu.collective) + work.collectives * gpu.collective_s
         sent += self.exchange(work)
-        wait, kernels = work.launches * KERNEL_S, work.kernels * KERNEL_S
+        kernels = work.kernels * KERNEL_S
+        ahead, back = work.launches * HOST_S, work.launches_back * HOST_S
         forward = work.flops / self.attention + work.moved / self.bandwidth + kernels
         backward = work.flops_back / self.attention + work.moved_back / self.bandwidth + 2 * kernels
-        return PassTimes(forward + sent + wait, backward + sent + wait, wait)
+        return PassTimes(forward + sent + ahead, backward + sent + back)
 
     def exchange(self, work: Work) -> float:
         """Seconds of all-to-alls between experts, in F and in B each."""
@@ -150,6 +152,12 @@ def _layers(job: Job, gpu: Gpu) -> dict[str, PassTimes]:
     """Of one layer of every kind: computed once, for all splits of a search."""
     model, stock = _model(job, gpu), without_chunks(job)
     return {kinds: model.parts(layer(stock, kinds), kinds) for kinds in set(job.layers)}
+
+
+def forget() -> None:
+    """Drop what was computed once, after a rate has changed."""
+    _model.cache_clear()
+    _layers.cache_clear()
 
 
 def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:

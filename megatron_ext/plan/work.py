@@ -15,7 +15,7 @@ _SEARCHED = 100  # of a pass of an order that is searched for
 _VEE = 2_500_000  # of a V order's search, whatever its size
 _CAPS = 6  # orders are made for one at a cap
 _CAP, _PAIRS = 14_000_000, 100
-PAIRED = 2_000_000  # of a search for pairs beside these, where it is for the front alone
+_PAIRED = 2_000_000  # of a search for pairs beside these
 _OFFLOAD, _OFFLOAD_AUTO = 150, 250  # of a pass
 
 # Of the work, what is kept for what comes later.
@@ -78,6 +78,11 @@ class Work:
         if spec.offload is not None:
             each += _OFFLOAD_AUTO if spec.offload.wanted == "auto" else _OFFLOAD
         return each * passes + more
+
+    def of_pairs(self, spec: ScheduleSpec) -> float:
+        """What a search for pairs takes beyond ``of_point``, where it is for the front alone: the
+        queue, which looks for the fastest, tries few of them whatever they take."""
+        return _PAIRED if spec.overlap else 0.0
 
 
 def full() -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from typing import NamedTuple
+
+from ..plan.layout import expanded
+from ..plan.pattern import listed
 
 
 class Stages(NamedTuple):
@@ -46,33 +48,13 @@ def frequencies(text: str, number: int) -> str:
     Raises:
         ValueError: it is neither.
     """
-    if re.fullmatch(r"\d+", text):
-        return str(min(int(text), max(1, number // 2)))
     try:
-        items = _list(ast.parse(text, mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError):
+        items = listed(text)
+    except ValueError:
         raise ValueError(f"{text}: neither a number nor a list of 0 and 1") from None
+    if isinstance(items, int):
+        return str(min(items, max(1, number // 2)))
     return "[" + ",".join(sample([str(item) for item in items], number)) + "]"
-
-
-def _list(node: ast.expr) -> list[int]:
-    """The value of ``([0]*3+[1]*58)``: lists of numbers, ``+`` and ``*``, nothing else."""
-    if isinstance(node, ast.List):
-        return [_int(item) for item in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _list(node.left) + _list(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        left, right = node.left, node.right
-        if isinstance(left, ast.Constant):
-            left, right = right, left
-        return (_list(left) * min(1000, _int(right)))[:1000]
-    raise ValueError(f"{ast.unparse(node)}: neither a number nor a list of 0 and 1")
-
-
-def _int(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int and node.value >= 0:
-        return node.value
-    raise ValueError(f"{ast.unparse(node)}: not a whole number")
 
 
 def layout(text: str, stages: Stages) -> tuple[str, int]:
@@ -95,17 +77,7 @@ def layout(text: str, stages: Stages) -> tuple[str, int]:
 
 def stages_of(text: str) -> list[str]:
     """The stages of a pipeline layout, repetitions written out."""
-    return [re.sub(r"[^EtmL]", "", part) for part in _expand(text).split("|")]
-
-
-def _expand(text: str) -> str:
-    """Without commas, repetitions written out: innermost brackets first."""
-    text = text.replace(",", "").replace(" ", "")
-    group = re.compile(r"\(([^()]*)\)\*(\d+)|([A-Za-z|])\*(\d+)")
-    while match := group.search(text):
-        body, times = match.group(1) or match.group(3), match.group(2) or match.group(4)
-        text = text[: match.start()] + body * min(1000, int(times)) + text[match.end() :]
-    return text
+    return [re.sub(r"[^EtmL]", "", part) for part in expanded(text).split("|")]
 
 
 def hybrid(text: str, stages: Stages) -> tuple[str, int]:

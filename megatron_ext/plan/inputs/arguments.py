@@ -9,6 +9,7 @@ from typing import Any
 from ..._input import attribute, parse_json, read_text, reason, shown
 from ..divisions import SIZES
 from ..flags import FLAGS, NOT_MODELLED
+from ..launches import graphed
 from ..model import PlanError
 
 Given = dict[str, Any]
@@ -46,6 +47,9 @@ def of_arguments(values: Mapping[str, Any], source: str) -> Given:
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if name in given:
             given[name] = given[name].replace("|", "")
+    modules = graphed(values)
+    if modules:
+        given["graphed"] = modules
     if values.get("padded_vocab_size"):
         given.setdefault("vocab_size", values["padded_vocab_size"])
     given["disable_bias_linear"] = values.get("add_bias_linear") is False

@@ -8,11 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import published_runs
 from megatron_ext.commands.plan_calibration import calibration
 from megatron_ext.plan.calibration import (
     LEAST,
-    OF_EXPERTS,
     compare,
     devices,
     expected_error,
@@ -263,17 +261,3 @@ def test_the_answer_names_what_is_not_known():
     assert data["comparisons"] == [] and len(data["numbers"]) == 14
     with pytest.raises(PlanError, match="no published pass times of MI300X"):
         published("MI300X")
-
-
-def test_published_runs_are_what_the_page_says(repo_root):
-    """Predictions of whole runs: dense ones are near, those with experts as far as plan prints."""
-    found = published_runs.runs()
-    dense = [one for one in found if one.fact["ep"] == 1]
-    experts = [one for one in found if one.fact["ep"] > 1]
-    assert len(dense) == 5 and max(abs(one.error) for one in dense) < 0.08
-    assert published_runs.rms(experts) == pytest.approx(OF_EXPERTS, abs=0.01)
-    assert all(one.error < 0 for one in experts)
-    # FLOPs of a token are counted alike, but for windows of attention and depths of prediction.
-    assert all(0.95 < one.counted < 1.22 for one in found)
-    page = (repo_root / "benchmarks" / "published-runs.md").read_text("utf-8")
-    assert page == published_runs.page(found)

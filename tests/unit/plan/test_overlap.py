@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,8 @@ EXPERTS = (
 )
 FLAG = "--overlap-moe-expert-parallel-comm"
 GIB = 2**30
+# A link on which hiding the exchange saves more than a pair's launches cost.
+SLOW = gpu_of("H100").with_(network=25e9)
 
 
 def job(*words, line=EXPERTS, dtype="--bf16"):
@@ -38,7 +41,7 @@ def job(*words, line=EXPERTS, dtype="--bf16"):
 
 def space(*words, **changes):
     options = {"schedules": ("1f1b", "v-zb"), "cheap_recompute": (False,), "offload": ()}
-    return SearchSpace(job(*words), gpu_of("H100"), 2, **{**options, **changes})
+    return SearchSpace(job(*words), SLOW, 2, **{**options, **changes})
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,7 @@ def test_chunks_and_pairs_exclude_each_other():
 
 
 def test_costs_are_those_that_training_takes():
-    where, split = space(FLAG), even_split(16, 4)
+    where, split = replace(space(FLAG), gpu=gpu_of("H100")), even_split(16, 4)
     work = where.workload(where.job, 8, split)
     sent = exchange_times(where.job, split, where.gpu)
     assert work.costs.exchange is not None and work.costs.stages is not None
@@ -112,12 +115,10 @@ def test_a_search_tries_pairs_and_takes_the_faster():
     assert best.makespan_us < min(p.makespan_us for p in others)
     assert not any(FLAG in p.flags() for p in others)
     assert best.as_named() == best.makespan_us
-    # Few tokens go to other ranks: nothing to hide.
+    # Few tokens go to other ranks: nothing to hide, and pairs cost launches.
     few = space("--moe-router-topk", "1", "--moe-ffn-hidden-size", "16384", schedules=("v-zb",))
     alone = Search([few], 200 * GIB).run()
-    assert any(p.spec.overlap for p in alone.points)
-    gain = min(p.makespan_us for p in alone.points if not p.spec.overlap) / alone.best.makespan_us
-    assert gain < min(p.makespan_us for p in others) / best.makespan_us
+    assert alone.best is not None and not alone.best.spec.overlap
 
 
 def test_a_flag_keeps_the_search_to_pairs():
@@ -135,6 +136,7 @@ def test_a_flag_keeps_the_search_to_pairs():
 
 def test_the_command_compares_the_ways(tmp_path, capsys):
     words = f"{EXPERTS} --bf16 --gpu H100 --schedules v-zb --cheap-recompute off"
+    words += " --network-bandwidth 25e9"
     words = f"{words} --shard-vocabulary off --offload off".split()
     main(["plan", *words, "--json"])
     data = json.loads(capsys.readouterr().out)

@@ -152,3 +152,19 @@ def test_patterns():
 def test_flags_keep_the_last_value():
     flags = Flags(["--a", "1", "--b=2", "--a", "3", "4"])
     assert flags.words == ["--b", "2", "--a", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[0]*10**9", "[0]*1000000*[1]", "10000000000*[1]", "(((", "[[1]]*2", "-1", "[0]+1"]
+)
+def test_what_no_list_of_layers_is(text):
+    """Nor one that would fill the memory."""
+    with pytest.raises(ValueError, match="neither a number nor a list"):
+        frequencies(text, 4)
+
+
+def test_lists_and_layouts_are_read_as_plan_reads_them():
+    assert frequencies("([0]*3+[1]*58)", 4) == "[0,1,1,1]"
+    assert layout("E(t*2|(tt|)*2)*2L", Stages(4, 1)) == ("Et|t|t|L", 3)
+    with pytest.raises(ValueError, match="more than"):
+        layout("E(t*99999|)*99999L", Stages(4, 1))

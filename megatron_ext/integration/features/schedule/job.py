@@ -10,7 +10,7 @@ from typing import Any
 
 from ...._input import attribute
 from ....plan.budget import Budget
-from ....plan.flags import FLAGS, NOT_MODELLED, job_of
+from ....plan.flags import FLAGS, GRAPHS, NOT_MODELLED, graphed, job_of
 from ....plan.layout import Split, read_layout
 from ....plan.memory import growth
 from ....plan.model import Job, PlanError
@@ -49,6 +49,7 @@ def job_of_args(args: MegatronArgs) -> Job:
     given["no_gradient_accumulation_fusion"] = args.gradient_accumulation_fusion is False
     if not given.get("group_query_attention"):
         given.pop("num_query_groups", None)
+    given["graphed"] = graphed({name: getattr(args, name, None) for name in map(attribute, GRAPHS)})
     return job_of(given)
 
 

@@ -1,0 +1,97 @@
+"""What ``plan`` answers is valid together with the user's flags by Megatron's own rules."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_ext import cli
+from tests.support import ROOT
+from tests.support.waiting import PATIENCE
+from tests.unit.cli.test_plan_cases import CASES, SMALL
+
+# One process for all lines of a test: importing Megatron takes longest.
+VALIDATE = """
+import json, os, sys
+from megatron_ext import cpu
+cpu.install()
+from megatron_ext.integration import install, revert
+from megatron.training import arguments
+for world, words in json.load(sys.stdin):
+    os.environ["WORLD_SIZE"], sys.argv = world, ["pretrain_gpt.py", *words]
+    installed = install(words)
+    args = arguments.parse_args()
+    try:
+        arguments.validate_args(args)
+        print("RESULT", json.dumps([args.pipeline_model_parallel_size, ""]))
+    except (AssertionError, ValueError) as error:
+        print("RESULT", json.dumps([0, str(error)]))
+    finally:
+        if installed is not None:
+            revert()
+"""
+RUN = (
+    "--max-position-embeddings 65536 --tokenizer-type NullTokenizer --mock-data --lr 1e-4 "
+    "--train-iters 2"
+)
+
+
+def validated(lines: list[tuple[str, list[str]]]) -> list[Any]:
+    """Of every line, for a number of devices: pipeline ranks, or 0 and Megatron's refusal."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", VALIDATE], env=env, input=json.dumps(lines), capture_output=True,
+        text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = re.findall(r"^RESULT (.*)$", done.stdout, re.M)
+    assert len(rows) == len(lines)
+    return [json.loads(row) for row in rows]
+
+
+def answered(gpu: str, line: str) -> tuple[str, list[str]]:
+    """The user's line after the difference that ``plan`` prints, without its number of devices."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert cli.main(["plan", "--gpu", gpu, "--from-args", line, "--json"]) == 0
+    words = shlex.split(line)
+    for each in json.loads(out.getvalue())["difference"]:
+        sign, *change = shlex.split(each)
+        if sign == "-":
+            place = words.index(change[0])
+            assert words[place : place + len(change)] == change
+            del words[place : place + len(change)]
+        else:
+            words += change
+    place = words.index("--world-size")
+    world = words[place + 1]
+    del words[place : place + 2]
+    return world, [*words, *RUN.split()]
+
+
+def test_an_answer_is_valid() -> None:
+    world, words = answered(*SMALL["small-virtual"])
+    wrong = [*words, "--micro-batch-size", "3"]
+    (pp, why), (none, refusal) = validated([(world, words), (world, wrong)])
+    assert (pp, why) == (2, "")
+    assert none == 0 and "must be divisible" in refusal, "it can fail"
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+def test_answers_for_twelve_models_are_valid() -> None:
+    """Each has a pipeline of the size that it says."""
+    cases = SMALL | CASES
+    lines = {name: answered(*case) for name, case in cases.items()}
+    for (name, (_, words)), (pp, why) in zip(lines.items(), validated([*lines.values()])):
+        last = len(words) - 1 - words[::-1].index("--pipeline-model-parallel-size")
+        assert not why and pp == int(words[last + 1]), (name, why, " ".join(words))

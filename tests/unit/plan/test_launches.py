@@ -1,0 +1,93 @@
+"""What the device waits for the host to launch, and whole published runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import published_runs
+from megatron_ext.plan.calibration import OF_RUNS
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.gpu import gpu_of
+from megatron_ext.plan.launches import ATTENTION, HOST_S
+from megatron_ext.plan.layout import Split
+from megatron_ext.plan.times import stage_times
+
+MODEL = "--num-layers 1 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --bf16 "
+LAYER = Split((0, 1, 0))
+
+
+def test_published_runs_are_what_the_page_says(repo_root):
+    """Predictions of whole runs: dense ones are near, others as far as plan prints."""
+    found = published_runs.runs()
+    groups = published_runs.Groups.of(found)
+    assert len(groups.dense) == 5 and max(abs(one.error) for one in groups.dense) < 0.08
+    kinds = (groups.held, groups.pairs, groups.offset)
+    for number, some in zip(OF_RUNS.values(), kinds, strict=True):
+        assert published_runs.rms(some) == pytest.approx(number, abs=0.01)
+    # FLOPs of a token are counted alike, but for windows of attention.
+    assert all(0.99 < one.counted < 1.22 for one in found)
+    page = (repo_root / "benchmarks" / "published-runs.md").read_text("utf-8")
+    assert page == published_runs.page(found)
+
+
+def test_the_hosts_launches_are_fitted_to_the_runs_that_say_so():
+    assert published_runs.fit(published_runs.runs(), (11, 13, 15))[0] == 1e6 * HOST_S
+
+
+def _graphs(words, more=""):
+    flags = MODEL + "--num-experts 8 --moe-grouped-gemm " + more + words
+    job = job_of(read(flags.split())[0])
+    return job.graphed, stage_times(job, LAYER, gpu_of("H100"))[1]
+
+
+class TestHost:
+    """The device waits for the host in layers with experts, but in CUDA graphs."""
+
+    @pytest.mark.parametrize(
+        ("words", "modules"),
+        [
+            ("", ()),
+            ("--cuda-graph-impl none --cuda-graph-scope attn", ()),
+            ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router",
+             ("attn", "moe_router")),
+            ("--cuda-graph-impl local --cuda-graph-modules attn", ("attn",)),
+            ("--cuda-graph-impl local", ("whole",)),
+            ("--cuda-graph-impl full_iteration", ("whole",)),
+            ("--cuda-graph-impl local --cuda-graph-scope full_iteration", ("whole",)),
+            ("--enable-cuda-graph", ("whole",)),
+            ("--external-cuda-graph --cuda-graph-scope attn", ("attn",)),
+        ],
+    )  # fmt: skip
+    def test_graphs_by_flags_of_all_versions(self, words, modules):
+        assert _graphs(words)[0] == modules
+
+    def test_what_graphs_hold_costs_no_launches(self):
+        eager, some, whole = (
+            _graphs(f"--cuda-graph-impl {words}")[1]
+            for words in ("none", "transformer_engine --cuda-graph-scope attn", "full_iteration")
+        )
+        for number, kernels in enumerate(ATTENTION):
+            saved = eager[number] - some[number]
+            assert saved == pytest.approx(HOST_S * kernels)
+        assert sum(eager) > sum(some) > sum(whole)
+
+    def test_experts_in_fp8_launch_most(self):
+        fp8 = "--fp8-format e4m3 --fp8-recipe mxfp8 "
+
+        def host(more):
+            graphs = "--cuda-graph-impl full_iteration"
+            return sum(_graphs("", more)[1]) - sum(_graphs(graphs, more)[1])
+
+        assert host(fp8) - host("") == pytest.approx(HOST_S * 8 * (22 - 6))
+        assert host(fp8 + "--use-transformer-engine-op-fuser ") < host("")
+
+    def test_dense_models_have_no_such_wait(self):
+        job = job_of(read(MODEL.split())[0])
+        graphed = job.with_(graphed=("whole",))
+        assert stage_times(job, LAYER, gpu_of("H100")) == stage_times(
+            graphed, LAYER, gpu_of("H100")
+        )
+
+    def test_graphs_are_known_flags(self):
+        found, ignored = read(["--cuda-graph-impl", "local", "--cuda-graph-scope", "attn", "--foo"])
+        assert found["graphed"] == ("attn",) and ignored == ["--foo"]
