@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,6 @@ from megatron_ext.schedule.schedule import Schedule
 from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
-Key = TypeVar("Key")
-Found = TypeVar("Found")
 
 
 def ranks(count: int, task: Callable[[int], Any]) -> Any:
@@ -69,24 +66,6 @@ def timed(step: Callable[[], object]) -> float:
     started = time.perf_counter()
     step()
     return max(gather(time.perf_counter() - started))
-
-
-def alternating(
-    steps: Mapping[Key, Callable[[], Found]], rounds: int, warm: int = 1
-) -> dict[Key, list[Found]]:
-    """What ``steps`` return, in turn, round by round; ``warm`` rounds before do not count."""
-    found: dict[Key, list[Found]] = {key: [] for key in steps}
-    for number in range(warm + rounds):
-        for key, step in steps.items():
-            result = step()
-            if number >= warm:
-                found[key].append(result)
-    return found
-
-
-def ratio(ours: list[float], base: list[float]) -> float:
-    """Median of the rounds' ratios."""
-    return statistics.median(a / b for a, b in zip(ours, base))
 
 
 def execute(

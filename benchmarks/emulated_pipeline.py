@@ -26,8 +26,8 @@ from itertools import permutations
 from typing import Any
 
 from benchmarks import page as pages
-from benchmarks.emulated import CPU, alternating, ranks, ratio, tell, timed
-from benchmarks.page import Claim, Row
+from benchmarks.emulated import CPU, ranks, tell, timed
+from benchmarks.page import Claim, Row, alternating, ratio
 from benchmarks.rivals import SHAPE, Way, parallel_state, torch, ways
 from megatron_ext.integration import measuring
 from megatron_ext.integration.utils import gather

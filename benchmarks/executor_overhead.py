@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks import page as pages
 from benchmarks import rivals
-from benchmarks.emulated import alternating, dist, ranks, tell
-from benchmarks.page import Claim, Row
+from benchmarks.emulated import dist, ranks, tell
+from benchmarks.page import Claim, Row, alternating
 from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, parallel_state, stock
 from megatron_ext.integration.pipeline import ScheduledPipeline
 from megatron_ext.integration.plans import Plans

@@ -26,8 +26,8 @@ import torch
 
 from benchmarks import offload_host
 from benchmarks import page as pages
-from benchmarks.emulated import alternating, execute, gather, ranks, ratio, tell, timed
-from benchmarks.page import Row
+from benchmarks.emulated import execute, gather, ranks, tell, timed
+from benchmarks.page import Row, alternating, ratio
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice, Direction
 from megatron_ext.offload.engine import Engine

@@ -12,15 +12,18 @@ import numbers
 import os
 import platform
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 
 class Claim(NamedTuple):
@@ -76,10 +79,10 @@ def run(
         packages: whose versions matter; with one, the priority of processes does, too.
     """
     if args.page_of is None:
-        started, before = time.perf_counter(), _load()
+        started, before = time.perf_counter(), load()
         found = measure()
         data = about(args, packages) | found
-        data.setdefault("load", f"{before} before and {_load()} after")
+        data.setdefault("load", f"{before} before and {load()} after")
         data.setdefault("seconds", round(time.perf_counter() - started, 1))
         save(args, name, data)
     else:
@@ -111,7 +114,18 @@ def save(args: argparse.Namespace, name: str, data: Row) -> None:
     data["results"] = f"results/{args.date}-{name}.json"
     target = args.output / data["results"]
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    target.write_text(_lines(data), encoding="utf-8")
+
+
+def _lines(data: Row) -> str:
+    """JSON with one line an item of a list, so that two runs can be compared with diff."""
+    parts = []
+    for key, value in data.items():
+        text = json.dumps(value)
+        if isinstance(value, (list, tuple)) and value:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def newest(args: argparse.Namespace, name: str) -> Row | None:
@@ -120,7 +134,8 @@ def newest(args: argparse.Namespace, name: str) -> Row | None:
     return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
 
 
-def _load() -> str:
+def load() -> str:
+    """Average of the last minute."""
     return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
 
 
@@ -128,6 +143,24 @@ def _priority() -> str:
     if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
         return "real-time priority"
     return f"nice {os.nice(0)}"
+
+
+def alternating(
+    steps: Mapping[Key, Callable[[], Found]], rounds: int, warm: int = 1
+) -> dict[Key, list[Found]]:
+    """What ``steps`` return, in turn, round by round; ``warm`` rounds before do not count."""
+    found: dict[Key, list[Found]] = {key: [] for key in steps}
+    for number in range(warm + rounds):
+        for key, step in steps.items():
+            result = step()
+            if number >= warm:
+                found[key].append(result)
+    return found
+
+
+def ratio(ours: list[float], base: list[float]) -> float:
+    """Median of the rounds' ratios."""
+    return statistics.median(a / b for a, b in zip(ours, base))
 
 
 def head(title: str, data: Row, command: str, what: str) -> list[str]:

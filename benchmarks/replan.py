@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks import page as pages
-from benchmarks.emulated import CPU, SleepingStages, alternating, dist, execute, ranks, tell, timed
-from benchmarks.page import Row
+from benchmarks.emulated import CPU, SleepingStages, dist, execute, ranks, tell, timed
+from benchmarks.page import Row, alternating
 from megatron_ext.integration import measuring
 from megatron_ext.integration.callbacks import PlanInputs
 from megatron_ext.integration.features.profile.profiler import Profiler

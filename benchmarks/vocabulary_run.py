@@ -26,18 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks import page as pages
-from benchmarks.emulated import (
-    CPU,
-    SleepingStages,
-    alternating,
-    dist,
-    execute,
-    gather,
-    ranks,
-    ratio,
-    timed,
-)
-from benchmarks.page import Claim, Row
+from benchmarks.emulated import CPU, SleepingStages, dist, execute, gather, ranks, timed
+from benchmarks.page import Claim, Row, alternating, ratio
 from megatron_ext.runtime.collectives import collectives
 from megatron_ext.runtime.vocabulary import Batch, Operands, VocabularyPasses
 from megatron_ext.runtime.vocabulary_shards import EmbeddingShard, OutputShard, Scores
