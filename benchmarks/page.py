@@ -114,10 +114,10 @@ def save(args: argparse.Namespace, name: str, data: Row) -> None:
     data["results"] = f"results/{args.date}-{name}.json"
     target = args.output / data["results"]
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_lines(data), encoding="utf-8")
+    target.write_text(lines(data), encoding="utf-8")
 
 
-def _lines(data: Row) -> str:
+def lines(data: Row) -> str:
     """JSON with one line an item of a list, so that two runs can be compared with diff."""
     parts = []
     for key, value in data.items():
