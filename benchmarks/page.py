@@ -79,6 +79,7 @@ def run(
         packages: whose versions matter; with one, the priority of processes does, too.
     """
     if args.page_of is None:
+        (args.output / "results").mkdir(parents=True, exist_ok=True)
         started, before = time.perf_counter(), load()
         found = measure()
         data = about(args, packages) | found

@@ -78,7 +78,6 @@ def measure(args: argparse.Namespace) -> pages.Row:
     else:
         claims = all_claims(scope)
         part = args.output / "results" / f"{args.date}-schedules.part"
-        part.parent.mkdir(parents=True, exist_ok=True)
         if not args.resume:
             part.unlink(missing_ok=True)
         rows = table(scope, version is not None, part)
