@@ -48,6 +48,7 @@ def miniature(folder: Path, name: str, options: str, *python: str, status: int =
     return found
 
 
+@pytest.mark.usefixtures("full_effort")
 def test_schedules(tmp_path: Path) -> None:
     """No package, no environment; torch is compared where there is one, not here."""
     data = miniature(tmp_path, "schedules", "--scope smoke --no-torch", *BARE)
