@@ -27,14 +27,12 @@ def page(data: dict[str, Any]) -> str:
     checked = sum(claim.holds is not None for claim in claims)
     torch = f"torch {data['torch']}'s own action lists" if data["torch"] else "no torch"
     about = {key: value for key, value in data.items() if key != "torch"}
-    plots = [f"results/{data['date']}-pareto-{n}.svg" for n in range(1, 1 + data["plots"])]
     return pages.text_of(
         pages.head(
             "Schedules: claims, table, losses",
             about,
             "schedules",
-            f"`{data['scope']}`, with {torch}; the load, around the generation times, matters to "
-            "them alone",
+            f"`{data['scope']}`, with {torch}; the load matters to the generation times alone",
         ),
         "Run it again, from the repository's root; only the comparison with torch needs "
         "anything installed:",
@@ -52,7 +50,7 @@ def page(data: dict[str, Any]) -> str:
         f"## Claims: {checked - failed} of {checked} hold",
         *_claims(claims),
         "## Bubble against memory",
-        *(f"![Bubble against memory]({plot})" for plot in plots),
+        *(f"![Bubble against memory]({plot})" for plot in data["plots"]),
         "## Losses",
         *_losses(rows, bool(data["torch"])),
         "## Where a rival is faster at no less memory than ours",

@@ -82,12 +82,12 @@ def measure(args: argparse.Namespace) -> pages.Row:
             part.unlink(missing_ok=True)
         rows = table(scope, version is not None, part)
         claims += against_torch(rows)
-        plots = plot_settings(scope)
-        for number, setting in enumerate(plots, 1):
+        plots = []
+        for number, setting in enumerate(plot_settings(scope), 1):
             own = [r for r in rows if r.setting == setting and not r.name.startswith("v-cap")]
-            name = f"{args.date}-pareto-{number}.svg"
-            part.with_name(name).write_text(pareto(setting, own, caps_curve(setting)))
-        kept = {"torch": version, "columns": COLUMNS, "rows": to_json(rows), "plots": len(plots)}
+            plots.append(f"results/{args.date}-pareto-{number}.svg")
+            (args.output / plots[-1]).write_text(pareto(setting, own, caps_curve(setting)))
+        kept = {"torch": version, "columns": COLUMNS, "rows": to_json(rows), "plots": plots}
         part.unlink(missing_ok=True)
     claims += generation_times(scope)
     return {**kept, "claims": [claim._asdict() for claim in claims]}

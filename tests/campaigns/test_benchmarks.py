@@ -60,7 +60,13 @@ def test_schedules(tmp_path: Path) -> None:
     assert "## Losses" in (tmp_path / "schedules.md").read_text()
     plot = ElementTree.parse(tmp_path / "results" / f"{DATE}-pareto-1.svg").getroot()
     assert plot.tag.endswith("svg")
-    assert not (tmp_path / "results" / f"{DATE}-schedules.part").exists()
+    results = tmp_path / "results"
+    assert not (results / f"{DATE}-schedules.part").exists()
+    again = f"--times-again {results / f'{DATE}-schedules.json'} --date 2026-01-03"
+    run(tmp_path, "schedules", again, *BARE)
+    new = json.loads((results / "2026-01-03-schedules.json").read_text())
+    assert (new["rows"], len(new["claims"])) == (data["rows"], len(data["claims"]))
+    assert f"results/{DATE}-pareto-1.svg" in (tmp_path / "schedules.md").read_text()
 
 
 def test_schedules_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
