@@ -23,12 +23,13 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import simulated
+from benchmarks import page as pages
+from benchmarks.page import Row
 from megatron_ext.schedule import (
     Action,
     Costs,
@@ -44,11 +45,8 @@ from megatron_ext.schedule.bounds import makespan_bound
 from megatron_ext.schedule.effects import peak_sets
 from megatron_ext.schedule.memory_cap import ShareCap
 
-HERE = Path(__file__).resolve().parent
-STORED = HERE / "results" / "adaptive-scheduler.json"
+STORED = pages.HERE / "results" / "adaptive-scheduler.json"
 LOSS = 0.1  # per cent: what counts as slower
-
-Row = dict[str, Any]
 
 
 class Setting(NamedTuple):
@@ -252,21 +250,28 @@ def _line(row: Row) -> str:
     )
 
 
-_HEADER = [
-    "| p | m | cap | costs | hop | theirs | ours | ours is longer by | above the bound | seconds |",
-    "|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
-]
+def _table(rows: Sequence[Row]) -> list[str]:
+    def of_theirs(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: "" if row["theirs"] is None else cell(row)
 
+    def longer(row: Row) -> str:
+        text = f"{slower(row):+.2f} %"
+        return f"**{text}**" if slower(row) > LOSS else text
 
-def _cell(row: Row) -> str:
-    theirs, by = "", ""
-    if row["theirs"] is not None:
-        theirs, by = f"{row['theirs']:.6g}", f"{slower(row):+.2f} %"
-        by = f"**{by}**" if slower(row) > LOSS else by
-    cap = f"{row['sets']}/{2 * row['pp']}"
-    return (
-        f"| {row['pp']} | {row['microbatches']} | {cap} | {_costs_text(row)} | {row['hop']} | "
-        f"{theirs} | {row['ours']:.6g} | {by} | {gap(row):.2f} % | {row['seconds']:.2f} |"
+    return pages.table(
+        {
+            "p": lambda row: row["pp"],
+            "m": lambda row: row["microbatches"],
+            "cap": lambda row: f"{row['sets']}/{2 * row['pp']}",
+            "costs": _costs_text,
+            "hop": lambda row: row["hop"],
+            "theirs": of_theirs(lambda row: f"{row['theirs']:.6g}"),
+            "ours": lambda row: f"{row['ours']:.6g}",
+            "ours is longer by": of_theirs(longer),
+            "above the bound": lambda row: f"{gap(row):.2f} %",
+            "seconds": lambda row: f"{row['seconds']:.2f}",
+        },
+        rows,
     )
 
 
@@ -311,68 +316,62 @@ def facts(rows: Sequence[Row]) -> list[str]:
     return [f"- {line}" for line in lines]
 
 
-def _group(title: str, rows: Sequence[Row]) -> list[str]:
+def _group(title: str, rows: Sequence[Row]) -> list[Any]:
     """A section: facts, the losses, all cells."""
     lost = [row for row in rows if row["theirs"] is not None and slower(row) > LOSS]
-    lines = [f"## {title}", "", *facts(rows), ""]
-    if lost:
-        lines += ["Lost cells, worst first:", "", *_HEADER]
-        lines += [*(_cell(row) for row in sorted(lost, key=slower, reverse=True)), ""]
-        lines += ["Every cell:", ""]
-    return [*lines, *_HEADER, *map(_cell, rows), ""]
+    worst = _table(sorted(lost, key=slower, reverse=True))
+    losses = ["Lost cells, worst first:", worst, "Every cell:"] if lost else []
+    return [f"## {title}", facts(rows), *losses, _table(rows)]
 
 
-def page(data: dict[str, Any]) -> str:
-    """Markdown."""
+def page(data: Row) -> str:
+    """The results in Markdown."""
     again = (
         "Their scheduler was run for this page; it made every stored makespan again."
         if data["theirs_ran"]
         else "Their scheduler was not run for this page."
     )
-    lines = [
-        "# `v-cap` and the authors' adaptive scheduler",
-        "",
-        f"Simulated {data['date']} with Python {data['python']} ({data['machine']}) in "
-        f"{data['seconds']:.0f} s; load average {data['load']}. Nothing here was measured on a "
-        f"GPU. All rows: [{data['results']}]({data['results']}).",
-        "",
-        "    python3 -m benchmarks.adaptive",
+    most = f" --most {data['most']}" if data["most"] else ""
+    parts: list[Any] = [
+        pages.head(
+            "`v-cap` and the authors' adaptive scheduler",
+            data,
+            "adaptive",
+            "simulated, nothing here was measured on a GPU",
+        ),
         f"    python3 -m benchmarks.adaptive --random {data['count'] or 40} --seed {data['seed']}"
-        f"{' --most ' + str(data['most']) if data['most'] else ''} --theirs FILE",
-        "",
+        f"{most} --theirs FILE",
         "*Theirs* is the scheduler of the authors of *Pipeline Parallelism with Controllable "
         "Memory* (arXiv 2405.15362) for any memory limit: `schedule` of `v_auto_schedule.py` in "
         "sail-sg/zero-bubble-pipeline-parallelism at 39f2c186, called as it is and not read; the "
         "stored makespans are in [results/adaptive-scheduler.json](results/adaptive-scheduler.json)"
         f". {again} *Ours* is `--pp-schedule v-cap` with a cap of as many activation sets as their "
-        "order takes, "
-        "counted from F's start to W's end, on every rank. Both are simulated alike, in units of F "
-        "of a rank at cost 1, two passes a rank and microbatch, each half of it; a hop is the time "
-        "of one transfer. *Cap* is in sets, of 1F1B's 2p. The bound is `makespan_bound`, at that "
-        "cap; no order is shorter.",
-        "",
+        "order takes, counted from F's start to W's end, on every rank. Both are simulated alike, "
+        "in units of F of a rank at cost 1, two passes a rank and microbatch, each half of it; a "
+        "hop is the time of one transfer. *Cap* is in sets, of 1F1B's 2p. The bound is "
+        "`makespan_bound`, at that cap; no order is shorter.",
         *_group("The stored cells", data["stored"]),
     ]
-    if data["random"]:
-        title = (
-            f"Random cells: {len(data['random'])} of {data['count']} drawn with seed {data['seed']}"
-        )
+    rows = data["random"]
+    if rows:
+        title = f"Random cells: {len(rows)} of {data['count']} drawn with seed {data['seed']}"
         title += f", those with p m to {data['most']}" if data["most"] else ""
-        lines += _group(title, data["random"])
-        none = sum(row["theirs"] is None for row in data["random"])
-        if none:
-            why = "their scheduler gave no valid order" if data["theirs_ran"] else "it was not run"
-            lines += [f"Without a number of theirs are {none}: {why}.", ""]
-    return "\n".join(lines).rstrip() + "\n"
+        parts += _group(title, rows)
+        none = sum(row["theirs"] is None for row in rows)
+        why = "their scheduler gave no valid order" if data["theirs_ran"] else "it was not run"
+        parts.append(f"Without a number of theirs are {none}: {why}." if none else "")
+    return pages.text_of(*parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; exit status 1 if a cell is lost."""
-    parser = simulated.parser_of(__doc__)
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="random cells too")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = pages.parser_of(
+        __doc__,
+        random=(0, "random cells too"),
+        seed=1,
+        resume=(False, "keep an interrupted run's rows"),
+    )
     parser.add_argument("--most", type=int, metavar="N", help="only cells with p x m to N")
-    parser.add_argument("--resume", action="store_true", help="keep an interrupted run's rows")
     theirs = os.environ.get("ADAPTIVE_SCHEDULER")
     parser.add_argument(
         "--theirs",
@@ -382,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="v_auto_schedule.py of their checkout (default $ADAPTIVE_SCHEDULER)",
     )
     args = parser.parse_args(argv)
-    data = simulated.run(args, "adaptive", lambda: _data(args), page)
+    data = pages.run(args, "adaptive", lambda: _data(args), page)
     rows = [row for row in data["stored"] + data["random"] if row["theirs"] is not None]
     lost = sum(slower(row) > LOSS for row in rows)
     print(f"{lost} of {len(rows)} cells are lost by more than {LOSS} %")

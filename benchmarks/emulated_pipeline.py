@@ -16,28 +16,24 @@ results/DATE-emulated-pipeline.json and emulated_pipeline.md; ``--check`` exits 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from collections.abc import Sequence
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from benchmarks.ranks import add_arguments, measured, save
-from benchmarks.rivals import SHAPE, Way, parallel_state, start, ways
+from benchmarks import page as pages
+from benchmarks.emulated import CPU, ranks, tell, timed
+from benchmarks.page import Claim, Row, alternating, ratio
+from benchmarks.rivals import SHAPE, Way, parallel_state, torch, ways
 from megatron_ext.integration import measuring
+from megatron_ext.integration.utils import gather
 from megatron_ext.runtime.channel import Channel
 from megatron_ext.runtime.edges import connected
 from megatron_ext.schedule import Costs, Placement, simulate
-
-HERE = Path(__file__).resolve().parent
 
 SCHEDULES = "1f1b,interleaved,gis,gis-h,po,zb-h1,zb-h2,interleaved-zb,v-min,v-half,v-zb,v-cap"
 BASE = "stock 1f1b"
@@ -50,72 +46,48 @@ PAIRS = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One executor with one schedule.
-
-    Attributes:
-        name: whose, and which schedule.
-        chunks: stages a rank.
-        peak: largest of all ranks, in microbatches, by simulation.
-        counted: the same, counted while it ran; None where the executor does not count.
-        simulated: seconds of a step, without messages.
-        step, least: seconds measured, median and minimum.
-        times: all of them, round by round.
-    """
-
-    microbatches: int
-    name: str
-    chunks: int
-    peak: float
-    counted: float | None
-    simulated: float
-    step: float
-    least: float
-    times: list[float]
-
-    @property
-    def error(self) -> float:
-        """Measured over simulated, less 1."""
-        return self.step / self.simulated - 1
-
-
 def measure(rank: int, args: argparse.Namespace, microbatches: int) -> list[Row]:
-    """All executors in turn, round after round."""
+    """All executors in turn, round after round.
+
+    A row has ``name`` (whose, and which schedule), ``chunks`` (stages a rank), ``peak`` (largest of
+    all ranks, in microbatches, by simulation), ``counted`` (the same, counted while it ran; None
+    where the executor does not count), ``simulated`` (seconds of a step, without messages), the
+    measured ``times`` round by round, their median ``step`` and ``least``, and ``error`` (measured
+    over simulated, less 1).
+    """
     everything = ways(args.schedules.split(","), rank, args.pp, microbatches)
+    seconds = args.unit_ms / 1e3
     logs, orders = {}, {}
     for way in everything:
         way.step()
         logs[way.name] = list(way.log)
-        orders[way.name] = way.order(measuring.gather(logs[way.name]))
-    seconds = args.unit_ms / 1e3
-    times: dict[str, list[float]] = {way.name: [] for way in everything}
-    for _ in range(args.repeats):
-        for way in everything:
-            way.take(seconds, seconds, seconds)
-            dist.barrier()
-            started = time.perf_counter()
-            way.step()
-            took = time.perf_counter() - started
-            times[way.name].append(max(measuring.gather(took)))
-            require_same(way, logs[way.name])
+        orders[way.name] = way.order(gather(logs[way.name]))
+        way.take(seconds, seconds, seconds)
+
+    def step(way: Way) -> float:
+        took = timed(way.step)
+        require_same(way, logs[way.name])
+        return took
+
+    steps = {way.name: functools.partial(step, way) for way in everything}
+    times = alternating(steps, args.repeats, warm=0)
     rows = []
     for way in everything:
         run = simulate(orders[way.name], Costs.of(1, 1, 1))
-        counted = measuring.gather(way.peak_sets)
-        rows.append(
-            Row(
-                microbatches,
-                way.name,
-                way.placement.chunks,
-                float(max(run.peak_activation)),
-                None if None in counted else max(counted) / way.placement.chunks,
-                float(run.makespan) * seconds,
-                statistics.median(times[way.name]),
-                min(times[way.name]),
-                times[way.name],
-            )
-        )
+        counted, took = gather(way.peak_sets), times[way.name]
+        row = {
+            "microbatches": microbatches,
+            "name": way.name,
+            "chunks": way.placement.chunks,
+            "peak": float(max(run.peak_activation)),
+            "counted": None if None in counted else max(counted) / way.placement.chunks,
+            "simulated": float(run.makespan) * seconds,
+            "step": statistics.median(took),
+            "least": min(took),
+            "times": took,
+        }
+        rows.append({**row, "error": row["step"] / row["simulated"] - 1})
+        tell(f"m={microbatches} {way.name}: {row['step']:.3f} s, {rows[-1]['error']:+.2%}")
     return rows
 
 
@@ -132,7 +104,7 @@ def require_same(way: Way, log: list[Any]) -> None:
         factor *= 1.0 + number / 64
     size = SHAPE[0] * SHAPE[1] * SHAPE[2]
     expected = [size * factor * (1.0 + number) for number in range(way.microbatches)]
-    computed = max(measuring.gather(way.losses), key=len)
+    computed = max(gather(way.losses), key=len)
     close = [abs(a / b - 1) < 1e-4 for a, b in zip(computed, expected)]
     if len(close) != way.microbatches or not all(close):
         raise RuntimeError(f"{way.name}: losses {computed}, expected {expected}")
@@ -141,199 +113,161 @@ def require_same(way: Way, log: list[Any]) -> None:
 def machine(args: argparse.Namespace) -> dict[str, float]:
     """What sleeping and sending cost here, with all ranks at it."""
     seconds = args.unit_ms / 2e3
-    late = []
-    dist.barrier()
-    for _ in range(10):
-        started = time.perf_counter()
-        time.sleep(seconds)
-        late.append(time.perf_counter() - started - seconds)
+    late = [timed(lambda: time.sleep(seconds)) - seconds for _ in range(10)]
     group = parallel_state.get_pipeline_model_parallel_group()
-    cpu = torch.device("cpu")
-    edges = connected(group, "passes", Placement.loop(group.size()).edges, cpu)
-    channel = Channel(edges, SHAPE, torch.float32, cpu)
-    hop = measuring.hop_seconds(channel, group)
-    late_ms = 1e3 * max(measuring.gather(statistics.median(late)))
-    return {"sleep_late_ms": late_ms, "hop_ms": 1e3 * max(measuring.gather(hop))}
+    edges = connected(group, "passes", Placement.loop(group.size()).edges, CPU)
+    hop = measuring.hop_seconds(Channel(edges, SHAPE, torch.float32, CPU), group)
+    found = {"sleep_late_ms": statistics.median(late), "hop_ms": max(gather(hop))}
+    return {key: round(1e3 * value, 3) for key, value in found.items()}
 
 
-def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    """All sizes on one rank; rank 0 writes what came out."""
-    start(rank, args.pp, folder)
-    rows, loads = [], []
-    around = machine(args)
+def run_rank(args: argparse.Namespace, rank: int) -> Row:
+    """All sizes on one rank."""
+    parallel_state.initialize_model_parallel(1, args.pp, create_gloo_process_groups=False)
+    around: Row = {**machine(args), "load_5min": []}
+    rows = []
     for microbatches in map(int, args.microbatches.split(",")):
         rows += measure(rank, args, microbatches)
-        loads.append(os.getloadavg()[1])
-        if rank == 0:
-            for row in rows:
-                if row.microbatches == microbatches:
-                    print(f"m={microbatches} {row.name}: {row.step:.3f} s, {row.error:+.2%}")
-            sys.stdout.flush()
-    if rank == 0:
-        rounded = {key: round(value, 3) for key, value in around.items()}
-        data = {
-            "rows": [{**asdict(row), "error": row.error} for row in rows],
-            "around": {**rounded, "load_5min": [round(load, 1) for load in loads]},
-        }
-        (folder / "rows.json").write_text(json.dumps(data))
-    dist.barrier()
+        around["load_5min"].append(round(os.getloadavg()[1], 1))
+    return {"rows": rows, "around": around}
 
 
-def claims(rows: list[dict[str, Any]], microbatches: int, pp: int) -> list[tuple[str, str, bool]]:
-    """What was to be shown for one size: (what, measured, whether it holds).
+def claims(data: Row) -> list[Claim]:
+    """What was to be shown, by size."""
+    sizes = dict.fromkeys(row["microbatches"] for row in data["rows"])
+    return [claim for m in sizes for claim in _claims(data["rows"], m, data["pp"])]
 
-    Throughputs are promised for m = 2p: bubbles shrink with m.
-    """
+
+def _claims(rows: Sequence[Row], microbatches: int, pp: int) -> list[Claim]:
+    """Throughputs are promised for m = 2p: bubbles shrink with m."""
     here = {row["name"]: row for row in rows if row["microbatches"] == microbatches}
-    ours = {name: row for name, row in here.items() if name.startswith("ours ")}
-    torches = {name: row for name, row in here.items() if name.startswith("torch ")}
+    ours = [row for name, row in here.items() if name.startswith("ours ")]
+    torches = [row for name, row in here.items() if name.startswith("torch ")]
     found = []
+
+    def claim(what: str, measured: str, holds: bool) -> None:
+        found.append(Claim(what, measured, holds, group=f"m = {microbatches}"))
+
+    def off(row: Row) -> float:
+        return abs(float(row["error"]))
+
     if ours:
-        worst = max(ours.values(), key=_distance)
-        found.append(
-            (
-                "every schedule of ours within 3 % of its simulation",
-                f"furthest: {worst['name']}, {worst['error']:+.2%}",
-                _distance(worst) <= 0.03,
-            )
-        )
+        worst = max(ours, key=off)
+        text = f"furthest: {worst['name']}, {worst['error']:+.2%}"
+        claim("every schedule of ours within 3 % of its simulation", text, off(worst) <= 0.03)
     if ours and torches:
-        theirs = max(torches.values(), key=_distance)
-        found.append(
-            (
-                "none of ours further from its simulation than PyTorch's furthest",
-                f"{worst['name']} {worst['error']:+.2%}, {theirs['name']} {theirs['error']:+.2%}",
-                _distance(worst) <= _distance(theirs),
-            )
-        )
-    for mine, theirs_name in PAIRS:
-        if mine in here and theirs_name in here:
-            a, b = here[mine], here[theirs_name]
-            found.append(
-                (
-                    f"{mine} no further from its simulation than {theirs_name}",
-                    f"{a['error']:+.2%} against {b['error']:+.2%}",
-                    _distance(a) <= _distance(b),
-                )
-            )
+        theirs = max(torches, key=off)
+        text = f"{worst['name']} {worst['error']:+.2%}, {theirs['name']} {theirs['error']:+.2%}"
+        what = "none of ours further from its simulation than PyTorch's furthest"
+        claim(what, text, off(worst) <= off(theirs))
+    for mine, other in PAIRS:
+        if mine in here and other in here:
+            a, b = here[mine], here[other]
+            what = f"{mine} no further from its simulation than {other}"
+            claim(what, f"{a['error']:+.2%} against {b['error']:+.2%}", off(a) <= off(b))
     if len(ours) > 1:
-        found.append(_ratios(list(ours.values())))
+        away, text = _ratios(ours)
+        what = "ratios of step times between schedules of ours within 2 points of simulated"
+        claim(what, f"furthest: {text}", away <= 0.02)
     for name, least, most in (("ours v-zb", 1.15, 1.0), ("ours v-half", 1.1, 0.75)):
         if name in here and BASE in here and microbatches == 2 * pp:
-            ratio, said = _throughput(here[BASE], here[name])
+            faster, said = _throughput(here[BASE], here[name])
             memory = here[name]["peak"] / here[BASE]["peak"]
             counted = here[name]["counted"]
-            found.append(
-                (
-                    f"{name} at least {least} times the throughput of {BASE}, at {most:.0%} of "
-                    "its memory",
-                    f"{ratio:.3f} (simulated {said:.3f}), peak {counted:g} microbatches counted, "
-                    f"{memory:.0%} of {BASE}'s",
-                    ratio >= least and memory <= most and counted == here[name]["peak"],
-                )
+            claim(
+                f"{name} at least {least} times the throughput of {BASE}, at {most:.0%} of its "
+                "memory",
+                f"{faster:.3f} (simulated {said:.3f}), peak {counted:g} microbatches counted, "
+                f"{memory:.0%} of {BASE}'s",
+                faster >= least and memory <= most and counted == here[name]["peak"],
             )
     return found
 
 
-def _distance(row: dict[str, Any]) -> float:
-    return abs(float(row["error"]))
-
-
-def _throughput(base: dict[str, Any], row: dict[str, Any]) -> tuple[float, float]:
+def _throughput(base: Row, row: Row) -> tuple[float, float]:
     """Of ``row`` over that of ``base``: median of the rounds' ratios, and simulated."""
-    ratio = statistics.median(a / b for a, b in zip(base["times"], row["times"]))
-    return ratio, base["simulated"] / row["simulated"]
+    return ratio(base["times"], row["times"]), base["simulated"] / row["simulated"]
 
 
-def _ratios(ours: list[dict[str, Any]]) -> tuple[str, str, bool]:
-    """Of step times, over all pairs."""
+def _ratios(ours: Sequence[Row]) -> tuple[float, str]:
+    """The ratio of step times, of all pairs, that is furthest from the simulated one."""
     worst, where = 0.0, ""
     for a, b in permutations(ours, 2):
         found, said = _throughput(a, b)
         if abs(found - said) > worst:
             worst = abs(found - said)
             where = f"{a['name']} over {b['name']}: {found:.3f}, simulated {said:.3f}"
-    what = "ratios of step times between schedules of ours within 2 points of simulated"
-    return what, f"furthest: {where}", worst <= 0.02
+    return worst, where
 
 
-def page(data: dict[str, Any], about: dict[str, Any]) -> str:
+def page(data: Row) -> str:
     """The results in Markdown."""
-    rows, around = data["rows"], data["around"]
-    loads = ", ".join(map(str, around["load_5min"]))
-    lines = [
-        "# Executors with emulated costs",
-        "",
-        f"`python -m benchmarks.emulated_pipeline`, {about['date']}: {about['pp']} gloo ranks in "
-        f"one process group, F = B = W = {about['unit_ms']:g} ms of a rank's share of a "
-        f"microbatch (a pass of one of two chunks half of it), {about['repeats']} alternating "
-        f"rounds after one without pauses; Python {about['python']}, torch {about['torch']}, "
-        f"megatron-core {about['megatron']}, {about['machine']}; ranks at {about['priority']}, "
-        f"load {about['load']} (5-minute load at the end of each size: {loads}). With all ranks "
-        f"at it a sleep ends {around['sleep_late_ms']:.2f} ms late and a message takes "
-        f"{around['hop_ms']:.2f} ms.",
-        "",
-        "*Simulated* has neither of these: passes of exactly that length, messages that take no "
-        "time. *Error* is the median step over it. *Throughput* is against `stock 1f1b` in the "
-        "same rounds. *Peak* is the worst rank's activation in microbatches, simulated; our "
-        "executor's own count was equal, where the table does not say otherwise. All steps "
-        "computed the same losses.",
-        "",
+    around = data["around"]
+    parts: list[Any] = [
+        pages.head(
+            "Executors with emulated costs",
+            data,
+            "emulated_pipeline",
+            f"{data['pp']} gloo ranks in one process group, F = B = W = {data['unit_ms']:g} ms of "
+            "a rank's share of a microbatch (a pass of one of two chunks half of it), "
+            f"{data['repeats']} alternating rounds after one without pauses, 5-minute load at the "
+            f"end of each size {', '.join(map(str, around['load_5min']))}",
+        ),
+        f"With all ranks at it a sleep ends {around['sleep_late_ms']:.2f} ms late and a message "
+        f"takes {around['hop_ms']:.2f} ms. *Simulated* has neither of these: passes of exactly "
+        "that length, messages that take no time. *Error* is the median step over it. "
+        "*Throughput* is against `stock 1f1b` in the same rounds. *Peak* is the worst rank's "
+        "activation in microbatches, simulated; our executor's own count was equal, where the "
+        "table does not say otherwise. All steps computed the same losses.",
         "The model multiplies and sleeps; no GPU, no kernel, no contention for a link is in here.",
     ]
-    for m in dict.fromkeys(row["microbatches"] for row in rows):
-        found = claims(rows, m, about["pp"])
-        lines += ["", f"## m = {m}: {sum(c[2] for c in found)} of {len(found)} hold", ""]
-        lines += ["| to be shown | measured | |", "|---|---|---|"]
-        for what, result, holds in found:
-            lines.append(f"| {what} | {result} | {'holds' if holds else '**missed**'} |")
-        lines += ["", *_table([row for row in rows if row["microbatches"] == m])]
-    return "\n".join(lines) + "\n"
+    for m in dict.fromkeys(row["microbatches"] for row in data["rows"]):
+        found = _claims(data["rows"], m, data["pp"])
+        parts.append(f"## m = {m}: {sum(bool(c.holds) for c in found)} of {len(found)} hold")
+        parts.append(pages.verdicts(found))
+        parts.append(_table([row for row in data["rows"] if row["microbatches"] == m]))
+    return pages.text_of(*parts)
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def _table(rows: Sequence[Row]) -> list[str]:
     base = next((row for row in rows if row["name"] == BASE), None)
-    lines = [
-        "| executor and schedule | v | peak | simulated s | median s | least s | error | "
-        "throughput (simulated) |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        peak = f"{row['peak']:g}"
-        if row["counted"] not in (None, row["peak"]):
-            peak += f" (counted {row['counted']:g})"
-        ratio = "" if base is None else "{:.3f} ({:.3f})".format(*_throughput(base, row))
-        cells = (row["name"], f"{row['chunks']}", peak, f"{row['simulated']:.3f}")
-        cells += (f"{row['step']:.3f}", f"{row['least']:.3f}", f"{row['error']:+.2%}", ratio)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+
+    def peak(row: Row) -> str:
+        other = row["counted"] not in (None, row["peak"])
+        return f"{row['peak']:g}" + (f" (counted {row['counted']:g})" if other else "")
+
+    return pages.table(
+        {
+            "executor and schedule": lambda row: row["name"],
+            "v": lambda row: row["chunks"],
+            "peak": peak,
+            "simulated s": lambda row: f"{row['simulated']:.3f}",
+            "median s": lambda row: f"{row['step']:.3f}",
+            "least s": lambda row: f"{row['least']:.3f}",
+            "error": lambda row: f"{row['error']:+.2%}",
+            "throughput (simulated)": lambda row: (
+                "" if base is None else "{:.3f} ({:.3f})".format(*_throughput(base, row))
+            ),
+        },
+        rows,
+    )
 
 
 def main() -> int:
     """Run it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--schedules", default=SCHEDULES, help="ours, comma-separated")
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", default="8,16", help="comma-separated")
-    parser.add_argument("--unit-ms", type=float, default=150.0, help="F, B, W of a rank")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a claim is missed")
-    add_arguments(parser)
-    args = parser.parse_args()
-    names = ("pp", "microbatches", "unit_ms", "repeats")
-    found = measured(args, args.pp, run_rank, names)
-    if found is None:
-        return 1
-    data, about = found
-    about["megatron"] = version("megatron-core")
-    save(args, "emulated-pipeline", data, about)
-    (args.output / "emulated_pipeline.md").write_text(page(data, about))
-    missed = []
-    for m in map(int, args.microbatches.split(",")):
-        missed += [(m, *claim) for claim in claims(data["rows"], m, args.pp) if not claim[2]]
-    for m, what, result, _ in missed:
-        print(f"missed, m = {m}: {what}: {result}")
-    return int(args.check and bool(missed))
+    args = pages.parser_of(
+        __doc__,
+        schedules=(SCHEDULES, "ours, comma-separated"),
+        pp=4,
+        microbatches=("8,16", "comma-separated"),
+        unit_ms=(150.0, "F, B, W of a rank"),
+        repeats=5,
+        check=(False, "exit with 1 if a claim is missed"),
+    ).parse_args()
+    task = functools.partial(run_rank, args)
+    packages = ("torch", "megatron-core")
+    data = pages.run(args, "emulated-pipeline", lambda: ranks(args.pp, task), page, packages)
+    return pages.missed(args, claims(data))
 
 
 if __name__ == "__main__":

@@ -80,25 +80,27 @@ def main() -> None:
     """Solve what is not there, and write the file at the end."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60, help="for one case")
-    seconds = parser.parse_args().seconds
-    rows = json.loads(FILE.read_text())["rows"] if FILE.exists() else []
+    parser.add_argument("--most", type=int, default=32, help="of p x m")
+    parser.add_argument("--file", type=Path, default=FILE)
+    args = parser.parse_args()
+    rows = json.loads(args.file.read_text())["rows"] if args.file.exists() else []
     have = {group(row) + str(row["cap_sets"]): row for row in rows}
     bounds: dict[str, Fraction] = {}
     found: list[Row] = []
-    for case in cases():
+    for case in (case for case in cases() if case["p"] * case["m"] <= args.most):
         row = have.get(group(case) + str(case["cap_sets"]), case)
         if not row.get("proven"):
-            row = solved(row, seconds, bounds.get(group(row), Fraction(0)))
+            row = solved(row, args.seconds, bounds.get(group(row), Fraction(0)))
             print(json.dumps(row), flush=True)
         bounds[group(row)] = Fraction(str(row["bound"]))
         found.append(row)
-    write(carry_orders(found))
+    write(args.file, carry_orders(found))
 
 
-def write(rows: list[Row]) -> None:
+def write(path: Path, rows: list[Row]) -> None:
     """One row a line."""
     body = ",\n  ".join(json.dumps(row) for row in rows)
-    FILE.write_text(f'{{"what": {json.dumps(WHAT)},\n "rows": [\n  {body}\n ]}}\n')
+    path.write_text(f'{{"what": {json.dumps(WHAT)},\n "rows": [\n  {body}\n ]}}\n')
 
 
 if __name__ == "__main__":

@@ -17,30 +17,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from benchmarks import page as pages
 from benchmarks import rivals
-from benchmarks.ranks import add_arguments, measured, save
-from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, stock
+from benchmarks.emulated import dist, ranks, tell
+from benchmarks.page import Claim, Row, alternating
+from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, parallel_state, stock
 from megatron_ext.integration.pipeline import ScheduledPipeline
 from megatron_ext.integration.plans import Plans
 from megatron_ext.integration.utils import gather
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import check, generate, lower
-
-HERE = Path(__file__).resolve().parent
 
 OURS = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "v-half", "v-zb")
 # Ours inside Megatron, called with the same model and functions as stock.
@@ -64,23 +59,6 @@ class NoWatchdog:
 
     def waiting(self, *_: Any) -> None:
         """Nothing."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One executor with one schedule; microseconds of CPU per pass, of the busiest rank.
-
-    Attributes:
-        passes: F, B, W and BW of a rank in one step.
-        thread, least: of the main thread, median and minimum of the rounds.
-        process: of all threads, median.
-    """
-
-    name: str
-    passes: int
-    thread: float
-    least: float
-    process: float
 
 
 def inside(name: str, chunks: int, rank: int, args: argparse.Namespace) -> MegatronWay:
@@ -109,41 +87,42 @@ def everything(rank: int, args: argparse.Namespace) -> list[Way]:
     return found
 
 
-def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    """All executors on one rank; rank 0 writes what came out."""
-    rivals.start(rank, args.pp, folder)
+def run_rank(args: argparse.Namespace, rank: int) -> Row:
+    """All executors on one rank.
+
+    A row has ``passes`` (F, B, W and BW of a rank in one step) and microseconds of CPU per pass, of
+    the busiest rank: of the main thread, median ``thread`` and ``least`` of the rounds, and
+    ``process``, of all threads, median.
+    """
+    parallel_state.initialize_model_parallel(1, args.pp, create_gloo_process_groups=False)
     ways = everything(rank, args)
-    taken: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
-    alone = []
     passes = {}
     for way in ways:
         way.step()
         # Not the log's length: PyTorch's whole backward passes are noted there in two halves.
         passes[way.name] = len(way.order(gather(way.log)).ranks[rank])
-    for number in range(args.rounds + 1):
-        for way in ways:
-            dist.barrier()
-            thread, process = time.thread_time(), time.process_time()
-            for _ in range(args.steps):
-                way.step()
-            thread, process = time.thread_time() - thread, time.process_time() - process
-            if number:  # The first round warms up.
-                each = 1e6 / args.steps / passes[way.name]
-                taken[way.name].append((thread * each, process * each))
-        alone.append(model_alone(args.microbatches * args.steps))
+
+    def spent(way: Way) -> tuple[float, float]:
+        dist.barrier()
+        thread, process = time.thread_time(), time.process_time()
+        for _ in range(args.steps):
+            way.step()
+        thread, process = time.thread_time() - thread, time.process_time() - process
+        each = 1e6 / args.steps / passes[way.name]
+        return thread * each, process * each
+
+    steps: dict[str, Any] = {way.name: functools.partial(spent, way) for way in ways}
+    steps[""] = functools.partial(model_alone, args.microbatches * args.steps)
+    taken = alternating(steps, args.rounds)
+    model = statistics.median(taken.pop(""))
     rows = []
-    for way in ways:
-        threads, processes = zip(*taken[way.name])
+    for name, found in taken.items():
+        threads, processes = zip(*found)
         mine = (statistics.median(threads), min(threads), statistics.median(processes))
-        busiest = max(gather(mine))
-        rows.append(Row(way.name, passes[way.name], *busiest))
-        if rank == 0:
-            print(rows[-1], flush=True)
-    if rank == 0:
-        model = statistics.median(alone)
-        data = {"rows": [asdict(row) for row in rows], "model": model}
-        (folder / "rows.json").write_text(json.dumps(data))
-    dist.barrier()
+        busiest = zip(("thread", "least", "process"), max(gather(mine)))
+        rows.append({"name": name, "passes": passes[name], **dict(busiest)})
+        tell(rows[-1])
+    return {"rows": rows, "model": model}
 
 
 def model_alone(microbatches: int) -> float:
@@ -157,7 +136,7 @@ def model_alone(microbatches: int) -> float:
     return (time.thread_time() - started) * 1e6 / (2 * microbatches)
 
 
-def making(args: argparse.Namespace) -> list[dict[str, Any]]:
+def making(args: argparse.Namespace) -> list[Row]:
     """Milliseconds to make, lower and check schedules, best of three; PyTorch's to construct its
     own, which includes its lowering, for the first size only (the larger ones take it minutes)."""
     rows = []
@@ -189,30 +168,32 @@ def making(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def claims(rows: list[dict[str, Any]]) -> list[tuple[str, str, bool]]:
-    """Ours against stock, for the same passes: (what, measured, whether it holds)."""
-    here = {row["name"]: row for row in rows}
+def claims(data: Row) -> list[Claim]:
+    """Ours against stock, for the same passes."""
+    here = {row["name"]: row for row in data["rows"]}
     found = []
     for mine, theirs in INSIDE.items():
         a, b = here[mine], here[theirs]
         what = f"{mine} takes no more CPU a pass than {theirs}"
         text = f"{a['thread']:.0f} against {b['thread']:.0f} µs"
-        found.append((what, text, a["passes"] == b["passes"] and a["thread"] <= b["thread"]))
+        found.append(Claim(what, text, a["passes"] == b["passes"] and a["thread"] <= b["thread"]))
     return found
 
 
-def page(data: dict[str, Any], about: dict[str, Any]) -> str:
+def page(data: Row) -> str:
     """The results in Markdown."""
-    rows, found = data["rows"], claims(data["rows"])
-    lines = [
-        "# What the executor costs",
-        "",
-        f"`python -m benchmarks.executor_overhead`, {about['date']}: {about['pp']} gloo ranks in "
-        f"one process group, {about['microbatches']} microbatches, median of {about['rounds']} "
-        f"alternating rounds of {about['steps']} steps; Python {about['python']}, torch "
-        f"{about['torch']}, megatron-core {about['megatron']}, {about['machine']}, ranks at "
-        f"{about['priority']}, load {about['load']}.",
-        "",
+
+    def milliseconds(key: str) -> Any:
+        return lambda row: "" if row[key] is None else f"{row[key]:.1f}"
+
+    return pages.text_of(
+        pages.head(
+            "What the executor costs",
+            data,
+            "executor_overhead",
+            f"{data['pp']} gloo ranks in one process group, {data['microbatches']} microbatches, "
+            f"median of {data['rounds']} alternating rounds of {data['steps']} steps",
+        ),
         "Microseconds of CPU time per pass (F, B, W or BW) on the busiest rank, without any "
         "compute to speak of: the main thread's, which is what a GPU's kernels are launched from, "
         "and that of all threads (gloo's, the watchdog's). A split pass does less each than a "
@@ -220,60 +201,53 @@ def page(data: dict[str, Any], about: dict[str, Any]) -> str:
         "forward-backward function with stock's arguments, model and `forward_step`; the other "
         "rows of ours are the executor over plain autograd, as PyTorch's are. From run to run "
         "figures differ by some 5 µs.",
-        "",
-        "| to be shown | measured | |",
-        "|---|---|---|",
-    ]
-    for what, text, holds in found:
-        lines.append(f"| {what} | {text} | {'holds' if holds else '**missed**'} |")
-    lines += ["", "| | passes a step | µs a pass | least | all threads |", "|---|--:|--:|--:|--:|"]
-    for row in rows:
-        cells = (row["name"], row["passes"], f"{row['thread']:.0f}")
-        cells += (f"{row['least']:.0f}", f"{row['process']:.0f}")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += [
-        "",
+        pages.verdicts(claims(data)),
+        pages.table(
+            {
+                "": lambda row: row["name"],
+                "passes a step": lambda row: row["passes"],
+                "µs a pass": lambda row: f"{row['thread']:.0f}",
+                "least": lambda row: f"{row['least']:.0f}",
+                "all threads": lambda row: f"{row['process']:.0f}",
+            },
+            data["rows"],
+        ),
         "*Timed* is with the clock read around every pass, as for `--pp-trace`, `--pp-profile` "
         "and the log line.",
-        "",
         "## Making a schedule",
-        "",
         "Milliseconds, best of three. Done once in a run for each number of microbatches, on "
         "every rank. PyTorch's constructors make and lower in one.",
-        "",
-        "| | p | m | make | lower | check |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in data["making"]:
-        parts = ["" if row[k] is None else f"{row[k]:.1f}" for k in ("make", "lower", "check")]
-        cells = (row["name"], row["pp"], row["microbatches"], *parts)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
+        pages.table(
+            {
+                "": lambda row: row["name"],
+                "p": lambda row: row["pp"],
+                "m": lambda row: row["microbatches"],
+                **{key: milliseconds(key) for key in ("make", "lower", "check")},
+            },
+            data["making"],
+        ),
+    )
 
 
 def main() -> int:
     """Run it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=10, help="of one executor before the next")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sizes", default="8x64,16x128", help="p x m of the schedules made")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a claim is missed")
-    add_arguments(parser)
-    args = parser.parse_args()
-    found = measured(args, args.pp, run_rank, ("pp", "microbatches", "steps", "rounds"))
-    if found is None:
-        return 1
-    data, about = found
-    data["making"] = making(args)
-    about["megatron"] = version("megatron-core")
-    save(args, "executor-overhead", data, about)
-    (args.output / "executor_overhead.md").write_text(page(data, about))
-    missed = [claim for claim in claims(data["rows"]) if not claim[2]]
-    for what, text, _ in missed:
-        print(f"missed: {what}: {text}")
-    return int(args.check and bool(missed))
+    args = pages.parser_of(
+        __doc__,
+        pp=4,
+        microbatches=16,
+        steps=(10, "of one executor before the next"),
+        rounds=9,
+        sizes=("8x64,16x128", "p x m of the schedules made"),
+        check=(False, "exit with 1 if a claim is missed"),
+    ).parse_args()
+
+    def measure() -> Row:
+        found: Row = ranks(args.pp, functools.partial(run_rank, args))
+        return {**found, "making": making(args)}
+
+    packages = ("torch", "megatron-core")
+    data = pages.run(args, "executor-overhead", measure, page, packages)
+    return pages.missed(args, claims(data))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
     python -m benchmarks.feature_matrix path/to/Megatron-LM [--features REGEX] [--schedules A,B]
         [--json FILE] [--keep DIR]
-    python -m benchmarks.feature_matrix_page RESULTS.json ... > benchmarks/feature-matrix.md
+    python -m benchmarks.feature_matrix --page-of RESULTS.json ...
 
 Each cell trains the checkout's ``pretrain_gpt.py`` for five steps from one checkpoint, with stock
 1F1B and with the schedule, and compares every iteration's exact losses and all that Megatron logs
@@ -30,14 +30,80 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from benchmarks import page as pages
 from megatron_ext.prove.server import ScriptServer
 from tests.support.architectures import ARCHITECTURES
 from tests.support.feature_runs import DEFECTS, SCHEDULES, Cell, run_feature
 from tests.support.features import FEATURES
+
+HEAD = """# Feature matrix: every schedule with stock's features
+
+Each cell trained the checkout's unmodified `pretrain_gpt.py` on CPU ranks (gloo) for five steps,
+once with stock 1F1B and once with the schedule, from one checkpoint, and compared the exact losses
+of every iteration and everything that Megatron logs, times aside.
+
+- **equal**: every loss is bit for bit stock's, and what the log prints agrees (norms, which are
+  sums over ranks, to 2 in 1,000: they are printed with three digits).
+- **~x**: losses agree to a relative x, within what the row allows, for the reason given.
+- **rejected**: refused before training with the sentence below.
+- **no stock**: stock itself cannot do this here, for the reason below; nothing is claimed.
+- **DIFFERENT**, **FAILED**, **HUNG**: defects.
+
+Rows of `tests/support/features.py` and schedules that a table lacks have not been run on that
+version.
+
+Transformer Engine, Apex and NCCL need a GPU and are not in here. Context and sequence parallelism,
+packed sequences and the head sizes of multi-latent attention ran on this project's CPU stand-ins
+for what stock has only in Transformer Engine's layers. Muon ran with the package
+emerging-optimizers.
+
+Two rows are compared with stock's interleaved schedule, as it alone has their meaning: "decoder
+sequence length" and "beside stock's interleaving". "packed sequences, PP 4" is compared with one
+process, since stock's script finds no data on the stages between the first and the last.
+
+Run it again: `python -m benchmarks.feature_matrix path/to/Megatron-LM --json FILE`, then
+`python -m benchmarks.feature_matrix --page-of FILE ...`.
+"""
+
+
+def page(results: Iterable[dict[str, Any]]) -> str:
+    """One section a results file."""
+    parts: list[Any] = [HEAD.strip()]
+    for result in results:
+        marks = ("~x" if cell["result"][0] == "~" else cell["result"] for cell in result["cells"])
+        counts = ", ".join(f"{n} {word}" for word, n in Counter(marks).most_common())
+        parts.append(f"## {result['megatron']}")
+        parts.append(
+            f"{result['date']}, Python {result['python']}, torch {result['torch']}: {counts}."
+        )
+        parts += _matrix(result)
+    return pages.text_of(*parts)
+
+
+def _matrix(result: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """One version's matrix, and the notes behind its marks."""
+    rows: dict[str, dict[str, Any]] = {}
+    for cell in result["cells"]:
+        rows.setdefault(cell["feature"], {})[cell["schedule"]] = cell
+    notes: dict[str, int] = {}
+
+    def word(cell: dict[str, str]) -> str:
+        number = notes.setdefault(cell["detail"], len(notes) + 1) if cell["detail"] else None
+        return cell["result"] + (f" [{number}]" if number else "")
+
+    missing, names = {"result": "not run", "detail": ""}, result["schedules"]
+    cells = [
+        (feature, *(word(row.get(name, missing)) for name in names))
+        for feature, row in rows.items()
+    ]
+    listed = [f"{number}. {note}" for note, number in notes.items()]
+    return pages.grid(("feature", *names), cells), listed
 
 
 def version_of(checkout: Path) -> tuple[int, int]:
@@ -63,13 +129,15 @@ def _write(path: Path, megatron: str, schedules: Sequence[str], cells: Sequence[
         "schedules": schedules,
         "cells": [asdict(cell) for cell in cells],
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(pages.lines(result))
 
 
 def main() -> int:
     """Run the matrix that the command line asks for; exit status 1 if a cell is a defect."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("checkout", type=Path, help="a Megatron-LM checkout")
+    parser.add_argument("checkout", type=Path, nargs="?", help="a Megatron-LM checkout")
+    parser.add_argument("--page-of", type=Path, nargs="+", metavar="FILE", help="runs nothing")
+    parser.add_argument("--output", type=Path, default=pages.HERE, metavar="DIR", help="the page's")
     parser.add_argument(
         "--features", default="", help="only features whose name holds one of these (a|b)"
     )
@@ -78,6 +146,12 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep logs and checkpoints in this folder")
     parser.add_argument("--python", default=sys.executable, help="interpreter that runs Megatron")
     options = parser.parse_args()
+    if options.page_of:
+        text = page(json.loads(path.read_text()) for path in options.page_of)
+        (options.output / "feature-matrix.md").write_text(text)
+        return 0
+    if options.checkout is None:
+        parser.error("give a checkout of Megatron-LM, or --page-of FILE ...")
     schedules = options.schedules.split(",")
     version = version_of(options.checkout)
     chosen = [

@@ -16,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from benchmarks import simulated
+from benchmarks.page import parser_of, run
 from megatron_ext.schedule import Costs, Placement, Schedule, ScheduleSpec, select
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import Rows, replay
@@ -159,12 +159,12 @@ def _data(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it."""
-    parser = simulated.parser_of(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="of each distribution")
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error(f"--seeds is 1 or more, not {args.seeds}")
-    simulated.run(args, "lengths", lambda: _data(args), page)
+    run(args, "lengths", lambda: _data(args), page)
     return 0
 
 

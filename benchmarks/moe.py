@@ -19,17 +19,16 @@ memory      most bytes that exist at once while one layer runs forward and backw
             tensor storage, with real experts: stock, chunks, every strategy
 
 Every way runs in turn in one process group. Writes results/DATE-moe-PART.json and moe.md,
-which has the parts of that date.
+which has the newest results of every part.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_ext import cpu
@@ -38,9 +37,11 @@ cpu.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import package_info, parallel_state  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
+from benchmarks import page as pages  # noqa: E402
+from benchmarks.emulated import ranks, tell  # noqa: E402
 from benchmarks.moe_contenders import balances, shapes  # noqa: E402
 from benchmarks.moe_emulated import (  # noqa: E402
     HIDDEN,
@@ -56,33 +57,29 @@ from benchmarks.moe_layers import (  # noqa: E402
     Auto,
     Bench,
     build,
-    compare,
     fixed_plans,
     name_of,
     settle,
 )
 from benchmarks.moe_page import TABLES, page  # noqa: E402
-from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
+from benchmarks.page import Row, alternating  # noqa: E402
 from megatron_ext.integration.features.moe.flags import layer_shape  # noqa: E402
 from megatron_ext.integration.features.moe.layer import FixedPolicy  # noqa: E402
 from megatron_ext.moe.autotune import SearchSpace, bucket, largest  # noqa: E402
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy, footprint  # noqa: E402
 
-HERE = Path(__file__).resolve().parent
-
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LINKS = (0.5, 2.0)  # a copy of the experts' input over their forward pass
 
 
-def choice_row(
-    bench: Bench, auto: Auto, candidates: dict[str, LayerPlan], repeats: int
-) -> dict[str, Any]:
+def choice_row(bench: Bench, auto: Auto, candidates: dict[str, LayerPlan], repeats: int) -> Row:
     """One emulated machine: all fixed plans, stock and the choice."""
     steps = settle(bench, auto)
     for name, plan in {**candidates, "stock": STOCK}.items():
         bench.add(name, FixedPolicy(plan))
     names = ["stock", *candidates, "auto"]
-    times = compare(bench, names, repeats)
+    steps_of = {name: functools.partial(bench.run, name) for name in names}
+    times = alternating(steps_of, repeats)
     median = {name: statistics.median(times[name]) for name in names}
     usable = [*candidates, *(["stock"] if auto.tuner.allows(STOCK) else [])]
     return {
@@ -103,7 +100,7 @@ def emulate_network(ratio: float, args: Any) -> None:
     dist.all_to_all_single = Network(message_ms / (TOKENS * TOP_K * row_bytes))
 
 
-def speed(rank: int, args: Any) -> list[dict[str, Any]]:
+def speed(rank: int, args: Any) -> list[Row]:
     """Nothing is restored; communication over computation varies."""
     rows = TOKENS * TOP_K
     out = []
@@ -117,12 +114,11 @@ def speed(rank: int, args: Any) -> list[dict[str, Any]]:
         row = choice_row(bench, auto, fixed_plans((Strategy.NONE,)), args.repeats)
         out.append({"ratio": ratio, **row})
         bench.close()
-        if rank == 0:
-            print(json.dumps(out[-1]), flush=True)
+        tell(out[-1])
     return out
 
 
-def strategies(rank: int, args: Any) -> list[dict[str, Any]]:
+def strategies(rank: int, args: Any) -> list[Row]:
     """A budget that rules ``none`` out, on fast and slow links and networks."""
     rows = TOKENS * TOP_K
     out = []
@@ -148,12 +144,11 @@ def strategies(rank: int, args: Any) -> list[dict[str, Any]]:
             row = choice_row(bench, auto, fitting, min(3, args.repeats))
             out.append({"ratio": ratio, "link": link, "budget_bytes": budget, **row})
             bench.close()
-            if rank == 0:
-                print(json.dumps(out[-1]), flush=True)
+            tell(out[-1])
     return out
 
 
-def memory(rank: int, args: Any) -> list[dict[str, Any]]:
+def memory(rank: int, args: Any) -> list[Row]:
     """Real experts with F = 4M; what is there anyway (parameters, input, gradients) apart."""
     dist.all_to_all_single = real_all_to_all
     hidden, tokens = 64, 1024
@@ -173,8 +168,7 @@ def memory(rank: int, args: Any) -> list[dict[str, Any]]:
             peak, kept, host = bench.peak(name)
             out.append({"way": name, "peak_bytes": peak, "buffers_bytes": kept, "host_bytes": host})
             bench.close()
-    if rank == 0:
-        print(json.dumps(out), flush=True)
+    tell(out)
     return out
 
 
@@ -183,46 +177,40 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
 
 
-def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    """All parts on one rank; rank 0 writes what came out."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks
-    )
+def run_rank(args: argparse.Namespace, rank: int) -> Row:
+    """All parts on one rank."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ranks)
     found, state = {}, torch.get_rng_state()
     for part in args.parts.split(","):  # each with the same weights, whatever ran before
         torch.set_rng_state(state)
         model_parallel_cuda_manual_seed(1)
         found[part] = PARTS[part](rank, args)
-    if rank == 0:
-        (folder / "rows.json").write_text(json.dumps(found))
-    dist.barrier()
+    return found
 
 
 def main() -> int:
     """Run it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--compute-ms", type=float, default=120.0, help="of the experts' forward")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    add_arguments(parser)
-    args = parser.parse_args()
-    found = measured(args, args.ranks, run_rank, ("ranks", "compute_ms", "repeats"))
-    if found is None:
-        return 1
-    rows, about = found
-    about["megatron"] = package_info.__version__
-    for part in rows:
-        save(args, f"moe-{part}", rows[part], about)
-    targets = {part: args.output / "results" / f"{args.date}-moe-{part}.json" for part in TABLES}
-    parts = {part: json.loads(one.read_text()) for part, one in targets.items() if one.exists()}
-    (args.output / "moe.md").write_text(page(parts))
+    args = pages.parser_of(
+        __doc__,
+        ranks=4,
+        compute_ms=(120.0, "of the experts' forward"),
+        repeats=5,
+        parts=",".join(PARTS),
+    ).parse_args()
+    if args.page_of is None:
+        before = pages.load()
+        found = ranks(args.ranks, functools.partial(run_rank, args))
+        about = pages.about(args, ("torch", "megatron-core"))
+        about["load"] = f"{before} before and {pages.load()} after"
+        for part, rows in found.items():
+            pages.save(args, f"moe-{part}", {**about, "rows": rows})
+    newest = {part: pages.newest(args, f"moe-{part}") for part in TABLES}
+    text = page({part: data for part, data in newest.items() if data is not None})
+    (args.output / "moe.md").write_text(text, encoding="utf-8")
     return 0
 
 
-PARTS: dict[str, Callable[[int, Any], Any]] = {
+PARTS: dict[str, Callable[[int, Any], list[Row]]] = {
     "shapes": shapes,
     "balances": balances,
     "speed": speed,

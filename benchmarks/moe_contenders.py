@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import statistics
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.emulated import tell
 from benchmarks.moe_emulated import IN_FLIGHT, Network, PausingExperts, real_all_to_all
-from benchmarks.moe_layers import Auto, Bench, build, compare, name_of, settle
+from benchmarks.moe_layers import Auto, Bench, build, name_of, settle
 from benchmarks.moe_shapes import SHAPES
+from benchmarks.page import alternating
 from megatron_ext.integration.features.moe.layer import FixedPolicy
 from megatron_ext.moe.autotune import SearchSpace
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
@@ -33,8 +35,7 @@ def shapes(rank: int, args: Any) -> list[dict[str, Any]]:
             {"auto": ("auto", "none"), "auto in it": ("auto", "auto")},
         )  # fmt: skip
         out.append({"name": one.name, "ratio": one.ratio, **row})
-        if rank == 0:
-            print(json.dumps(out[-1]), flush=True)
+        tell(out[-1])
     return out
 
 
@@ -45,8 +46,7 @@ def balances(rank: int, args: Any) -> list[dict[str, Any]]:
         message = 3 * ratio / 4  # over the experts' forward pass
         row = _contend(rank, args, 8, 1.0, STOCK_MS / (3 + 3 * ratio), message, 1.0, 1.5, {})
         out.append({"name": "", "ratio": ratio, **row})
-        if rank == 0:
-            print(json.dumps(out[-1]), flush=True)
+        tell(out[-1])
     return out
 
 
@@ -103,7 +103,8 @@ def _contend(
         bench.add(name, auto)
         steps[name] = settle(bench, auto, name)
     peak |= peaks(list(autos))
-    times = compare(bench, list(bench.ours), args.repeats)
+    steps_of = {name: functools.partial(bench.run, name) for name in bench.ours}
+    times = alternating(steps_of, args.repeats)
     median = {name: statistics.median(found) / scale for name, found in times.items()}
     result = {
         "scale": scale,

@@ -183,17 +183,6 @@ def fixed_plans(names: Iterable[Strategy]) -> dict[str, LayerPlan]:
     return found
 
 
-def compare(bench: Bench, names: list[str], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each, in turn; the first round warms up and does not count."""
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(repeats + 1):
-        for name in names:
-            took = bench.run(name)
-            if repeat:
-                times[name].append(took)
-    return times
-
-
 def settle(bench: Bench, auto: Auto, name: str = "auto") -> int:
     """Train until nothing is tried any more; the steps, of four calls each, that this took."""
     for step in range(1, 200):

@@ -2,81 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import page as pages
 from benchmarks.moe_emulated import ALPHA_MS, EXPERTS, IN_FLIGHT, KAPPA, TOKENS, TOP_K
 from benchmarks.moe_shapes import FLOPS, HOST, NETWORK, PEER
 from benchmarks.moe_shapes import TOKENS as SHAPE_TOKENS
+from benchmarks.page import Row
+
+Cell = Callable[[Row], str]
 
 
-def page(parts: dict[str, Any]) -> str:
+def page(parts: dict[str, Row]) -> str:
     """The results in Markdown; each part with its run."""
-    lines = [
+    found: list[Any] = [
         "# MoE layers in chunks, emulated",
-        "",
         "`python -m benchmarks.moe`: Megatron's own MoE layer, stock and ours, on gloo ranks. "
         "Experts, messages and copies to the host sleep as long as given rates make them; they "
         "do not slow each other down, and chunks cost only what is listed below. **Nothing here "
         "was run on a GPU.** A plan is *chunks strategy lookahead*. Auto tried plans in training, "
         "steps of four calls, Megatron's own layer first.",
     ]
-    for part, (title, table) in TABLES.items():
+    for part, (title, text, columns) in TABLES.items():
         if part in parts:
-            about = parts[part]
-            lines += ["", f"## {title}", "", _run_text(about), "", *table(about["rows"])]
-    return "\n".join(lines) + "\n"
+            data = parts[part]
+            rows = data["rows"]
+            found += [f"## {title}", _run_text(data), text(rows), pages.table(columns(rows), rows)]
+    return pages.text_of(*found)
 
 
-def _run_text(about: dict[str, Any]) -> str:
+def _run_text(data: Row) -> str:
     return (
-        f"{about['date']}, {about['ranks']} ranks, {ALPHA_MS} ms for every message and expert "
-        "call beside what rates make them; median of "
-        f"{about['repeats']} alternating rounds, slowest rank; "
-        f"{about['machine']}, load {about['load']}; torch {about['torch']}, megatron-core "
-        f"{about['megatron']}."
+        f"{data['date']}, {data['ranks']} ranks, {ALPHA_MS} ms for every message and expert "
+        f"call beside what rates make them; median of {data['repeats']} alternating rounds, "
+        f"slowest rank; {data['machine']}, load {data['load']}; torch {data['torch']}, "
+        f"megatron-core {data['megatron']}."
     )
 
 
-def _shape_table(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"One layer's forward and backward pass in ms of the described device ({FLOPS / 1e12:g} "
-        f"TFLOP/s in the experts, {NETWORK / 1e9:g} GB/s a device between nodes, {PEER / 1e9:g} in "
-        f"one, {HOST / 1e9:g} to the host; {SHAPE_TOKENS} tokens a rank, bf16), and the most bytes "
-        f"at once with {IN_FLIGHT} calls in flight, over stock's. *Recompute* is "
-        "`--recompute-modules moe`. The emulation is slower by a constant a row, sends fewer rows, "
-        "and keeps as many bytes inside the experts for each of their input as fused SwiGLU does.",
-        "",
-        "| layer | communication / computation | stock | stock, recompute | best `s4` that needs "
-        "no more | auto within the memory of recompute | recompute / `s4` | recompute / auto | "
-        "auto, nothing restored | stock / auto | steps tried |",
-        "|---|--:|---|---|---|---|--:|--:|---|--:|--:|",
-        *map(_shape_line, rows),
-    ]
+def _ratio(row: Row) -> str:
+    return f"{row['ratio']:.2f}" if row.get("name") else f"{row['ratio']:g}"
 
 
-def _balance_table(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        "Top 8, as many bytes inside the experts as in their input; in units of the experts' "
-        "forward pass. `s4` against recompute where communication is at least half of computation: "
-        f"{_least_gain(rows):.2f} times as fast or more.",
-        "",
-        "| communication / computation | stock | stock, recompute | best `s4` that needs no more | "
-        "recompute / `s4` | stock / `s4` |",
-        "|--:|---|---|---|--:|--:|",
-        *map(_balance_line, rows),
-    ]
+def _faster(name: str, than: str) -> Cell:
+    """How many times as fast one way is as another; ``s4`` is the best one."""
+
+    def cell(row: Row) -> str:
+        median = row["median_ms"]
+        return f"{median[than] / median[_best_s4(row) if name == 's4' else name]:.2f}"
+
+    return cell
 
 
-def _least_gain(rows: list[dict[str, Any]]) -> float:
-    return min(
-        row["median_ms"]["recompute"] / row["median_ms"][_best_s4(row)]
-        for row in rows
-        if row["ratio"] >= 0.5
-    )
-
-
-def _best_s4(row: dict[str, Any]) -> str:
+def _best_s4(row: Row) -> str:
     """Of the plans that need no more than recompute, the fastest; if none does, the smallest."""
     median, peak = row["median_ms"], row["peak_bytes"]
     every = [name for name in median if " s4 " in name]
@@ -86,116 +65,179 @@ def _best_s4(row: dict[str, Any]) -> str:
     return min(fitting, key=lambda name: median[name])
 
 
-def _cell(row: dict[str, Any], name: str, plan: str = "") -> str:
-    """Time, and memory over stock's."""
-    peak = row["peak_bytes"]
-    text = f"{row['median_ms'][name]:.{1 if row['name'] else 2}f}, {peak[name] / peak['stock']:.0%}"
-    return f"{text} ({plan})" if plan else text
+def _both(name: str, searched: bool = False) -> Cell:
+    """Time, and memory over stock's; with the plan that was chosen, where it was searched for."""
+
+    def cell(row: Row) -> str:
+        peak = row["peak_bytes"]
+        text = f"{row['median_ms'][name]:.{1 if row['name'] else 2}f}"
+        text += f", {peak[name] / peak['stock']:.0%}"
+        return f"{text} ({row['chosen'][name]})" if searched else text
+
+    return cell
 
 
-def _s4_cell(row: dict[str, Any]) -> str:
+def _s4(row: Row) -> str:
     """Of the best s4; marked where even that needs more than recompute."""
     best, peak = _best_s4(row), row["peak_bytes"]
     more = "" if peak[best] <= peak["recompute"] else ", needs more"
-    return _cell(row, best, best + more)
+    return f"{_both(best)(row)} ({best}{more})"
 
 
-def _shape_line(row: dict[str, Any]) -> str:
-    median, chosen, best, within = row["median_ms"], row["chosen"], _best_s4(row), "auto in it"
-    cells = [row["name"], f"{row['ratio']:.2f}", _cell(row, "stock"), _cell(row, "recompute")]
-    cells += [_s4_cell(row), _cell(row, within, chosen[within])]
-    cells += [f"{median['recompute'] / median[name]:.2f}" for name in (best, within)]
-    cells += [_cell(row, "auto", chosen["auto"]), f"{median['stock'] / median['auto']:.2f}"]
-    cells += [f"{row['steps'][within]}, {row['steps']['auto']}"]
-    return f"| {' | '.join(cells)} |"
+def _ms(name: str) -> Cell:
+    return lambda row: f"{row['median_ms'][name]:.0f}"
 
 
-def _balance_line(row: dict[str, Any]) -> str:
-    median, best = row["median_ms"], _best_s4(row)
-    cells = [f"{row['ratio']:g}", _cell(row, "stock"), _cell(row, "recompute")]
-    cells += [_s4_cell(row)]
-    cells += [f"{median[name] / median[best]:.2f}" for name in ("recompute", "stock")]
-    return f"| {' | '.join(cells)} |"
+def _ms_of(key: str) -> Cell:
+    """Of the plan that the row names."""
+    return lambda row: f"{_ms(row[key])(row)} ({row[key]})"
 
 
-def _speed_table(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank.",
-        "",
-        "| communication / computation | stock | `2` | `4` | dispatch-first, best n | chosen | "
-        "best of all | stock / chosen | chosen / best | steps tried |",
-        "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|",
-        *map(_speed_line, rows),
-    ]
+def _chosen(row: Row) -> str:
+    return f"{_ms('auto')(row)} ({row['chosen']})"
 
 
-def _strategy_table(rows: list[dict[str, Any]]) -> list[str]:
-    return [
+def _over_best(row: Row) -> str:
+    return f"{row['median_ms']['auto'] / row['median_ms'][row['best']]:.3f}"
+
+
+def _steps(row: Row) -> str:
+    return str(row["steps_to_settle"])
+
+
+def _dispatch_first(row: Row) -> str:
+    names = [name for name in row["median_ms"] if name in ("4 none 4", "8 none 8")]
+    return _ms(min(names, key=lambda name: row["median_ms"][name]))(row)
+
+
+def _shapes_text(_: Sequence[Row]) -> str:
+    return (
+        f"One layer's forward and backward pass in ms of the described device ({FLOPS / 1e12:g} "
+        f"TFLOP/s in the experts, {NETWORK / 1e9:g} GB/s a device between nodes, {PEER / 1e9:g} in "
+        f"one, {HOST / 1e9:g} to the host; {SHAPE_TOKENS} tokens a rank, bf16), and the most bytes "
+        f"at once with {IN_FLIGHT} calls in flight, over stock's. *Recompute* is "
+        "`--recompute-modules moe`. The emulation is slower by a constant a row, sends fewer rows, "
+        "and keeps as many bytes inside the experts for each of their input as fused SwiGLU does."
+    )
+
+
+def _shapes(_: Sequence[Row]) -> dict[str, Cell]:
+    return {
+        "layer": lambda row: row["name"],
+        "communication / computation": _ratio,
+        "stock": _both("stock"),
+        "stock, recompute": _both("recompute"),
+        "best `s4` that needs no more": _s4,
+        "auto within the memory of recompute": _both("auto in it", searched=True),
+        "recompute / `s4`": _faster("s4", "recompute"),
+        "recompute / auto": _faster("auto in it", "recompute"),
+        "auto, nothing restored": _both("auto", searched=True),
+        "stock / auto": _faster("auto", "stock"),
+        "steps tried": lambda row: f"{row['steps']['auto in it']}, {row['steps']['auto']}",
+    }
+
+
+def _balances_text(rows: Sequence[Row]) -> str:
+    least = min(
+        row["median_ms"]["recompute"] / row["median_ms"][_best_s4(row)]
+        for row in rows
+        if row["ratio"] >= 0.5
+    )
+    return (
+        "Top 8, as many bytes inside the experts as in their input; in units of the experts' "
+        "forward pass. `s4` against recompute where communication is at least half of computation: "
+        f"{least:.2f} times as fast or more."
+    )
+
+
+def _balances(_: Sequence[Row]) -> dict[str, Cell]:
+    return {
+        "communication / computation": _ratio,
+        "stock": _both("stock"),
+        "stock, recompute": _both("recompute"),
+        "best `s4` that needs no more": _s4,
+        "recompute / `s4`": _faster("s4", "recompute"),
+        "stock / `s4`": _faster("s4", "stock"),
+    }
+
+
+def _speed_text(_: Sequence[Row]) -> str:
+    return f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank."
+
+
+def _speed(_: Sequence[Row]) -> dict[str, Cell]:
+    return {
+        "communication / computation": _ratio,
+        "stock": _ms("stock"),
+        "`2`": _ms("2 none 2"),
+        "`4`": _ms("4 none 2"),
+        "dispatch-first, best n": _dispatch_first,
+        "chosen": _chosen,
+        "best of all": _ms_of("best"),
+        "stock / chosen": _faster("auto", "stock"),
+        "chosen / best": _over_best,
+        "steps tried": _steps,
+    }
+
+
+def _strategies_text(_: Sequence[Row]) -> str:
+    return (
         f"The budget is half of what stock keeps for {IN_FLIGHT} microbatches in flight. *Link* is "
         "a copy of the experts' input over their forward pass; what lies inside takes "
-        f"{KAPPA} times as long.",
-        "",
-        "| communication / computation | link | stock, over the budget | chosen | best that "
-        "fits | worst that fits | chosen / best | steps tried |",
-        "|--:|--:|--:|---|---|---|--:|--:|",
-        *map(_strategy_line, rows),
-    ]
+        f"{KAPPA} times as long."
+    )
 
 
-def _memory_table(rows: list[dict[str, Any]]) -> list[str]:
-    return [
+def _strategies(_: Sequence[Row]) -> dict[str, Cell]:
+    return {
+        "communication / computation": _ratio,
+        "link": lambda row: f"{row['link']:g}",
+        "stock, over the budget": _ms("stock"),
+        "chosen": _chosen,
+        "best that fits": _ms_of("best"),
+        "worst that fits": _ms_of("worst"),
+        "chosen / best": _over_best,
+        "steps tried": _steps,
+    }
+
+
+def _memory_text(_: Sequence[Row]) -> str:
+    return (
         "Real experts with F = 4M, forward and backward of one layer; everything but parameters, "
         "by storage, the shared buffers included. Less than: `none` in as many chunks. Bytes of "
-        "`s1` and `s2` vary between runs, by up to two chunks' tensors on their way to the host.",
-        "",
-        "| chunks | strategy | bytes | of them shared buffers | on the host | less than stock "
-        "| less than `none` |",
-        "|--:|---|--:|--:|--:|--:|--:|",
-        *_memory_lines(rows),
-    ]
+        "`s1` and `s2` vary between runs, by up to two chunks' tensors on their way to the host."
+    )
 
 
-TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
-    "shapes": ("Layers that people train", _shape_table),
-    "balances": ("Memory of recomputation", _balance_table),
-    "speed": ("Nothing restored", _speed_table),
-    "strategies": ("Half the memory", _strategy_table),
-    "memory": ("Most bytes at once", _memory_table),
-}
-
-
-def _ms(row: dict[str, Any], name: str) -> str:
-    return f"{row['median_ms'][name]:.0f}"
-
-
-def _speed_line(row: dict[str, Any]) -> str:
-    median, best, chosen = row["median_ms"], row["best"], row["chosen"]
-    first = min((n for n in median if n in ("4 none 4", "8 none 8")), key=lambda n: median[n])
-    cells = [f"{row['ratio']:g}", *(_ms(row, n) for n in ("stock", "2 none 2", "4 none 2", first))]
-    cells += [f"{_ms(row, 'auto')} ({chosen})", f"{_ms(row, best)} ({best})"]
-    cells += [f"{median['stock'] / median['auto']:.2f}", f"{median['auto'] / median[best]:.3f}"]
-    cells += [str(row["steps_to_settle"])]
-    return f"| {' | '.join(cells)} |"
-
-
-def _strategy_line(row: dict[str, Any]) -> str:
-    median, best, chosen = row["median_ms"], row["best"], row["chosen"]
-    worst = row["worst"]
-    cells = [f"{row['ratio']:g}", f"{row['link']:g}", _ms(row, "stock")]
-    cells += [f"{_ms(row, 'auto')} ({chosen})", f"{_ms(row, best)} ({best})"]
-    cells += [f"{_ms(row, worst)} ({worst})", f"{median['auto'] / median[best]:.3f}"]
-    cells += [str(row["steps_to_settle"])]
-    return f"| {' | '.join(cells)} |"
-
-
-def _memory_lines(rows: list[dict[str, Any]]) -> list[str]:
+def _memory(rows: Sequence[Row]) -> dict[str, Cell]:
     peak = {row["way"]: row["peak_bytes"] for row in rows}
-    lines = []
-    for row in rows:
-        chunks, strategy = ("1 stock" if row["way"] == "stock" else row["way"]).split()
-        like = peak["stock" if chunks == "1" else f"{chunks} none"]
-        cells = [chunks, strategy, f"{row['peak_bytes']:,}", f"{row['buffers_bytes']:,}"]
-        cells += [f"{row['host_bytes']:,}", f"{1 - row['peak_bytes'] / peak['stock']:.0%}"]
-        cells += [f"{1 - row['peak_bytes'] / like:.0%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+
+    def way(row: Row) -> list[str]:
+        return ("1 stock" if row["way"] == "stock" else row["way"]).split()
+
+    def less(row: Row, than: str) -> str:
+        return f"{1 - row['peak_bytes'] / peak[than]:.0%}"
+
+    return {
+        "chunks": lambda row: way(row)[0],
+        "strategy": lambda row: way(row)[1],
+        "bytes": lambda row: f"{row['peak_bytes']:,}",
+        "of them shared buffers": lambda row: f"{row['buffers_bytes']:,}",
+        "on the host": lambda row: f"{row['host_bytes']:,}",
+        "less than stock": lambda row: less(row, "stock"),
+        "less than `none`": lambda row: less(
+            row, "stock" if way(row)[0] == "1" else f"{way(row)[0]} none"
+        ),
+    }
+
+
+# Part: its title, text and columns.
+TABLES: dict[
+    str, tuple[str, Callable[[Sequence[Row]], str], Callable[[Sequence[Row]], dict[str, Cell]]]
+] = {
+    "shapes": ("Layers that people train", _shapes_text, _shapes),
+    "balances": ("Memory of recomputation", _balances_text, _balances),
+    "speed": ("Nothing restored", _speed_text, _speed),
+    "strategies": ("Half the memory", _strategies_text, _strategies),
+    "memory": ("Most bytes at once", _memory_text, _memory),
+}

@@ -14,66 +14,34 @@ activation that comes back is checked. Writes results/DATE-offload.json and offl
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.offload_host import TITLE, run
-from benchmarks.ranks import add_arguments, measured, save
+from benchmarks import offload_host
+from benchmarks import page as pages
+from benchmarks.emulated import execute, gather, ranks, tell, timed
+from benchmarks.page import Row, alternating, ratio
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice, Direction
 from megatron_ext.offload.engine import Engine
 from megatron_ext.offload.store import ActivationStore
-from megatron_ext.runtime.channel import Channel
-from megatron_ext.runtime.edges import connected
-from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.trace import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule import check, generate, lower, offload_pass, simulate
 from megatron_ext.schedule.actions import Op
 from megatron_ext.schedule.link import Link
 from megatron_ext.schedule.schedule import Schedule
 
-HERE = Path(__file__).resolve().parent
-
 SET_BYTES = 256 << 10
 MODES = ("none", "half", "full", "auto")
 CHUNKS = {"po": 4, "interleaved": 4}
 KS = ("0.5", "1", "1.5", "2")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One schedule, link and amount of offload.
-
-    Attributes:
-        step, least: seconds of a step over all ranks, median and minimum of the repeats.
-        slower: ``step`` over that without offload in the same rounds, median of the ratios, less 1.
-        planned_slower: the same in the simulation.
-        sets: most on any rank, counted while it ran; ``planned_sets``: by the plan.
-        moved: share of all sets that leave the device.
-        late: share of RELEASE actions and first uses that found their copy unfinished.
-    """
-
-    schedule: str
-    k: str
-    mode: str
-    step: float
-    least: float
-    slower: float
-    planned_slower: float
-    sets: int
-    planned_sets: int
-    moved: float
-    late: float
 
 
 class Hold(torch.autograd.Function):
@@ -167,20 +135,12 @@ class Case:
         self.store = ActivationStore(Engine(device, arena, policy))
         self.peak = 0
 
-    def step(self, watchdog: Watchdog) -> float:
-        """Seconds of one iteration, from all ranks' start to this one's end."""
+    def step(self) -> None:
+        """One iteration."""
         runner = EmulatedRunner(self.plan, self._rank, self.store, self._pause)
-        cpu = torch.device("cpu")
-        edges = connected(dist.group.WORLD, "passes", self.plan.placement.edges, cpu)
-        channel, recorder = Channel(edges, (1,), torch.float32, cpu), Recorder(False, cpu)
-        dist.barrier()
-        started = time.perf_counter()
-        with watchdog.armed():
-            Executor(self.plan, self._rank, runner, channel, watchdog, recorder).run()
-        took = time.perf_counter() - started
+        recorder = execute(self.plan, runner, (1,), Watchdog(f"rank {self._rank}", 120.0))
         self.store.end_step()
         self.peak = max(self.peak, recorder.peak_sets)
-        return took
 
     def late(self) -> tuple[int, int]:
         """Waits for unfinished copies, and occasions for them."""
@@ -193,28 +153,25 @@ class Case:
         self.store.engine.close()
 
 
-def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    """All cases on one rank; rank 0 writes what came out."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.pp
-    )
-    watchdog = Watchdog(f"rank {rank}", 120.0)
+def run_rank(args: argparse.Namespace, rank: int) -> Row:
+    """All cases on one rank."""
     rows = []
     for name in args.schedules.split(","):
         for k in args.ks.split(","):
-            rows += measure(name, k, rank, args, watchdog)
-            if rank == 0:
-                print("\n".join(map(str, rows[-len(MODES) :])), flush=True)
-    if rank == 0:
-        (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
-    dist.barrier()
+            rows += measure(name, k, rank, args)
+            tell("\n".join(map(str, rows[-len(MODES) :])))
+    return {"rows": rows}
 
 
-def measure(
-    name: str, k: str, rank: int, args: argparse.Namespace, watchdog: Watchdog
-) -> list[Row]:
-    """All amounts of offload on one link, in turn."""
+def measure(name: str, k: str, rank: int, args: argparse.Namespace) -> list[Row]:
+    """All amounts of offload on one link, in turn.
+
+    ``step`` and ``least`` are seconds of a step over all ranks, median and minimum; ``slower`` is
+    the median of the rounds' ratios to no offload, less 1, ``planned_slower`` the same in the
+    simulation; ``sets`` the most on any rank, counted while it ran, ``planned_sets`` by the plan;
+    ``moved`` the share of sets that leave the device; ``late`` the share of RELEASE actions and
+    first uses that found their copy unfinished.
+    """
     way = Fraction(k) / 2
     base = generate(name, args.pp, args.microbatches, CHUNKS.get(name))
     link = Link.of(args.pp, way, policy=args.policy)
@@ -222,96 +179,94 @@ def measure(
              for mode in MODES}  # fmt: skip
     pause = args.pass_ms / 1e3
     cases = {mode: Case(plan, rank, pause, float(way)) for mode, plan in plans.items()}
-    times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for repeat in range(args.repeats + 1):
-        for mode, case in cases.items():
-            every: list[Any] = [None] * args.pp
-            dist.all_gather_object(every, case.step(watchdog))
-            if repeat:  # The first round warms up.
-                times[mode].append(max(every))
+    steps = {mode: functools.partial(timed, case.step) for mode, case in cases.items()}
+    times = alternating(steps, args.repeats)
     rows = []
     total = args.pp * base.chunks * args.microbatches
     for mode, case in cases.items():
-        every = [None] * args.pp
-        dist.all_gather_object(every, (case.peak, *case.late()))
-        peaks, waits, occasions = zip(*every)
-        ratios = [a / b for a, b in zip(times[mode], times["none"])]
+        peaks, waits, occasions = zip(*gather((case.peak, *case.late())))
         planned = simulate(plans[mode]).makespan / simulate(base).makespan
-        moved = sum(case.report.offloaded_sets)
         rows.append(
-            Row(
-                name,
-                k,
-                mode,
-                statistics.median(times[mode]),
-                min(times[mode]),
-                statistics.median(ratios) - 1,
-                float(planned) - 1,
-                max(peaks),
-                max(case.report.peak_sets),
-                moved / total,
-                sum(waits) / max(1, sum(occasions)),
-            )
+            {
+                "schedule": name,
+                "k": k,
+                "mode": mode,
+                "step": statistics.median(times[mode]),
+                "least": min(times[mode]),
+                "slower": ratio(times[mode], times["none"]) - 1,
+                "planned_slower": float(planned) - 1,
+                "sets": max(peaks),
+                "planned_sets": max(case.report.peak_sets),
+                "moved": sum(case.report.offloaded_sets) / total,
+                "late": sum(waits) / max(1, sum(occasions)),
+            }
         )
         case.close()
     return rows
 
 
-def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    """The results in Markdown."""
-    lines = [
-        "# Offloading on an emulated link",
-        "",
-        f"`python -m benchmarks.offload`, {about['date']}: {about['pp']} gloo ranks, "
-        f"{about['microbatches']} microbatches, passes of {about['pass_ms']:g} ms, policy "
-        f"`{about['policy']}`, median of {about['repeats']} alternating rounds; "
-        f"{about['machine']}, load {about['load']}. k = 2T is the time of a set's copies to the "
-        "host and back over F+B+W of its chunk. *Slower* is against no offload in the same round, "
-        "beside the plan's simulation; *sets* is the peak on any rank, counted in the run and in "
-        "the plan; *late* is the share of copies that compute waited for.",
+def page(args: argparse.Namespace, data: Row) -> str:
+    """The results in Markdown, and the newest ones of ``--per-tensor``."""
+    parts: list[Any] = [
+        pages.head(
+            "Offloading on an emulated link",
+            data,
+            "offload",
+            f"{data['pp']} gloo ranks, {data['microbatches']} microbatches, passes of "
+            f"{data['pass_ms']:g} ms, policy `{data['policy']}`, median of {data['repeats']} "
+            "alternating rounds",
+        ),
+        "k = 2T is the time of a set's copies to the host and back over F+B+W of its chunk. "
+        "*Slower* is against no offload in the same round, beside the plan's simulation; *sets* is "
+        "the peak on any rank, counted in the run and in the plan; *late* is the share of copies "
+        "that compute waited for.",
     ]
-    for name in dict.fromkeys(row["schedule"] for row in rows):
+    for name in dict.fromkeys(row["schedule"] for row in data["rows"]):
         chunks = CHUNKS.get(name)
-        lines += ["", f"## `{name}`{f', v = {chunks}' if chunks else ''}", ""]
-        lines += ["| k | offload | sets leave | sets (planned) | slower | planned | late |"]
-        lines += ["|--:|---|--:|--:|--:|--:|--:|"]
-        for row in rows:
-            if row["schedule"] == name:
-                cells = (row["k"], row["mode"], f"{row['moved']:.0%}")
-                cells += (f"{row['sets']} ({row['planned_sets']})", f"{row['slower']:+.1%}")
-                cells += (f"{row['planned_slower']:+.1%}", f"{row['late']:.0%}")
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        parts.append(f"## `{name}`{f', v = {chunks}' if chunks else ''}")
+        parts.append(
+            pages.table(
+                {
+                    "k": lambda row: row["k"],
+                    "offload": lambda row: row["mode"],
+                    "sets leave": lambda row: f"{row['moved']:.0%}",
+                    "sets (planned)": lambda row: f"{row['sets']} ({row['planned_sets']})",
+                    "slower": lambda row: f"{row['slower']:+.1%}",
+                    "planned": lambda row: f"{row['planned_slower']:+.1%}",
+                    "late": lambda row: f"{row['late']:.0%}",
+                },
+                [row for row in data["rows"] if row["schedule"] == name],
+            )
+        )
+    host = pages.newest(args, "offload-host")
+    return pages.text_of(*parts, *([] if host is None else offload_host.section(host)))
 
 
 def main() -> int:
     """Run it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--schedules", default="v-half,interleaved,po,zb-h1")
-    parser.add_argument("--ks", default=",".join(KS), help="k = 2T, comma-separated")
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--policy", default="single", choices=("single", "dual"))
-    parser.add_argument("--pass-ms", type=float, default=10.0, help="of one chunk's F")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--per-tensor", action="store_true", help="host time of a saved tensor (offload_host.py)"
+    parser = pages.parser_of(
+        __doc__,
+        schedules="v-half,interleaved,po,zb-h1",
+        ks=(",".join(KS), "k = 2T, comma-separated"),
+        pp=4,
+        microbatches=16,
+        policy=("single", "or dual"),
+        pass_ms=(10.0, "of one chunk's F"),
+        repeats=5,
+        per_tensor=(False, "host time of a saved tensor (offload_host.py)"),
     )
     parser.add_argument("--against", type=Path, help="with --per-tensor: another checkout, in turn")
-    add_arguments(parser)
     args = parser.parse_args()
     if args.per_tensor:
-        return run(args)
-    found = measured(
-        args, args.pp, run_rank, ("pp", "microbatches", "policy", "repeats", "pass_ms")
+        pages.save(args, "offload-host", offload_host.measure(args))
+        known = pages.newest(args, "offload")
+        if known is not None:
+            (args.output / "offload.md").write_text(page(args, known))
+        return 0
+    task = functools.partial(run_rank, args)
+    pages.run(
+        args, "offload", lambda: ranks(args.pp, task), functools.partial(page, args), ("torch",)
     )
-    if found is None:
-        return 1
-    rows, about = found
-    save(args, "offload", rows, about)
-    path = args.output / "offload.md"
-    host = path.read_text().partition(f"\n{TITLE}") if path.exists() else ("", "", "")
-    path.write_text(page(rows, about) + "".join(host[1:]))
     return 0
 
 

@@ -31,8 +31,8 @@ from megatron_ext.offload.device import CpuDevice
 from megatron_ext.offload.engine import Engine
 from megatron_ext.offload.store import ActivationStore
 
+Row = dict[str, Any]
 TENSORS, SHAPE, TRIPS = 100, (64, 32), 60
-TITLE = "## Host time of a saved tensor"
 PARTS = ("forward and pack", "OFFLOAD", "RELEASE", "PREPARE", "RELOAD", "backward and unpack")
 
 
@@ -95,7 +95,7 @@ def trip(store: ActivationStore | None, device: NoDevice | None, key: Any) -> li
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def measure() -> dict[str, float]:
+def trips() -> dict[str, float]:
     """Microseconds a tensor: medians of trips, less those without a store."""
     torch.set_num_threads(1)
     device = NoDevice()
@@ -113,8 +113,8 @@ def measure() -> dict[str, float]:
     return {**found, "all": sum(found.values())}
 
 
-def run(args: argparse.Namespace) -> int:
-    """All repeats; the exit status."""
+def measure(args: argparse.Namespace) -> Row:
+    """All repeats, each in a process of its own: Python of this package, or of another checkout."""
     versions = {"now": Path(__file__).resolve().parent.parent}
     if args.against is not None:
         versions["before"] = args.against.resolve()
@@ -129,48 +129,38 @@ def run(args: argparse.Namespace) -> int:
             rounds[name].append(json.loads(out.stdout))
             print(name, rounds[name][-1], flush=True)
     about = {"date": args.date, "repeats": args.repeats, "machine": args.machine, "load": load}
-    (args.output / "results").mkdir(exist_ok=True)
-    results = args.output / "results" / f"{args.date}-offload-host.json"
-    results.write_text(json.dumps({"about": about, "rounds": rounds}, indent=1) + "\n")
-    path = args.output / "offload.md"
-    with_section(path, section(rounds, about))
-    return 0
+    return {**about, "rounds": rounds}
 
 
-def section(rounds: dict[str, list[dict[str, float]]], about: dict[str, Any]) -> str:
+def section(data: Row) -> list[Any]:
     """The results in Markdown."""
+    from benchmarks.page import table  # not of the other checkout, which may have none
 
-    def of(take: Callable[[list[float]], float], name: str, part: str) -> float:
-        return take([found[part] for found in rounds[name]])
-
-    lines = [
-        TITLE,
-        "",
-        f"`python -m benchmarks.offload --per-tensor`, {about['date']}: microseconds of Python for "
-        f"each saved tensor ({TENSORS} a set, {TRIPS} trips), without the device's own calls "
-        f"(allocation, copies, events); median (least) of {about['repeats']} processes in turn; "
-        f"{about['machine']}, load {about['load']:.1f}. *Ratio*: median of the rounds' ratios.",
-        "",
-    ]
+    rounds = data["rounds"]
     names = [name for name in ("before", "now") if name in rounds]
-    lines += [f"| part | {' | '.join(names)} |" + (" ratio |" if len(names) == 2 else "")]
-    lines += ["|---|" + "--:|" * (len(names) + (len(names) == 2))]
-    for part in (*PARTS, "all"):
-        cells = [
-            f"{of(statistics.median, name, part):.1f} ({of(min, name, part):.1f})" for name in names
-        ]
-        if len(names) == 2:
-            pairs = zip(rounds["now"], rounds["before"])
-            cells.append(f"{statistics.median(a[part] / b[part] for a, b in pairs):.2f}")
-        lines.append(f"| {part} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
+    def of(name: str) -> Callable[[str], str]:
+        def cell(part: str) -> str:
+            found = [one[part] for one in rounds[name]]
+            return f"{statistics.median(found):.1f} ({min(found):.1f})"
 
-def with_section(path: Path, text: str) -> None:
-    """Put the section at the end of a page, in place of an older one."""
-    before = path.read_text().split(f"\n{TITLE}")[0] if path.exists() else ""
-    path.write_text(f"{before}\n{text}")
+        return cell
+
+    def ratio(part: str) -> str:
+        pairs = zip(rounds["now"], rounds["before"])
+        return f"{statistics.median(a[part] / b[part] for a, b in pairs):.2f}"
+
+    columns: dict[str, Callable[[str], str]] = {"part": str, **{name: of(name) for name in names}}
+    columns |= {"ratio": ratio} if len(names) == 2 else {}
+    return [
+        "## Host time of a saved tensor",
+        f"`python -m benchmarks.offload --per-tensor`, {data['date']}: microseconds of Python for "
+        f"each saved tensor ({TENSORS} a set, {TRIPS} trips), without the device's own calls "
+        f"(allocation, copies, events); median (least) of {data['repeats']} processes in turn; "
+        f"{data['machine']}, load {data['load']:.1f}. *Ratio*: median of the rounds' ratios.",
+        table(columns, (*PARTS, "all")),
+    ]
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure()))
+    print(json.dumps(trips()))

@@ -5,26 +5,23 @@
 
 A rank computes F = B = W = 1 a microbatch, and F and B exchange tokens with experts on other ranks
 for so long besides. A pair takes the longer of its computation and its communication. Writes
-overlap.md.
+results/DATE-overlap.json and overlap.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import page as pages
+from benchmarks.page import Claim, Row
 from megatron_ext.schedule import NAMES, Joint, Op, Schedule, ScheduleSpec, select, simulate
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.simulate import Simulation
 
-HERE = Path(__file__).resolve().parent
 EXCHANGES = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
 SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2))  # of stock's memory
 AIM = Fraction(4, 5)  # of the communication in steady state
@@ -47,41 +44,6 @@ class Size(NamedTuple):
         return Costs.of(longer, longer, 1).with_exchange([[self.exchange, self.exchange]])
 
 
-class Row(NamedTuple):
-    """One order.
-
-    Attributes:
-        size: for what.
-        what: STOCK, ALONE, DUALPIPEV, OURS or UNPAIRED.
-        share: of stock's memory that it may take; None: what it takes.
-        name: of the schedule.
-        run: its simulation.
-        stock: that of STOCK.
-    """
-
-    size: Size
-    what: str
-    share: Fraction | None
-    name: str
-    run: Simulation
-    stock: Simulation
-
-    @property
-    def slower(self) -> float:
-        """Than stock's combined schedule; below 0: faster."""
-        return float(self.run.makespan / self.stock.makespan) - 1
-
-    @property
-    def memory(self) -> Fraction:
-        """In sets of a rank's layers for one microbatch."""
-        return max(self.run.peak_activation)
-
-    @property
-    def steady(self) -> Fraction:
-        """Share of the communication hidden in steady state."""
-        return self.run.hidden_steady or Fraction(0)
-
-
 def combined(schedule: Schedule) -> Schedule:
     """``interleaved`` as Megatron's combined 1F1B runs it: one more F before the first B, then
     every B beside the F that follows it."""
@@ -98,15 +60,14 @@ def combined(schedule: Schedule) -> Schedule:
     return schedule.with_ranks(ranks)
 
 
-def fits(run: Simulation, most: Fraction) -> bool:
-    """True if no rank holds more."""
-    return max(run.peak_activation) <= most
-
-
-def rows_of(size: Size) -> Iterator[Row]:
-    """All orders of one size."""
-    pp, microbatches, _ = size
+def rows_of(size: Size) -> list[Row]:
+    """All orders of one size: ``what`` it is, the ``share`` of stock's memory that it may take
+    (None: what it takes), its ``schedule``, ``makespan`` and how much ``slower`` it is than stock's
+    combined schedule, ``memory`` in sets of a rank's layers for one microbatch and over stock's,
+    and the share of the communication that is ``hidden``, in all and in steady state."""
+    pp, microbatches, exchange = size
     costs = size.costs
+    rows: list[Row] = []
 
     def made(name: str, **options: object) -> tuple[str, Simulation]:
         found = select(ScheduleSpec(name, pp, microbatches, costs=costs, **options))  # type: ignore[arg-type]
@@ -114,51 +75,63 @@ def rows_of(size: Size) -> Iterator[Row]:
 
     interleaved = select(ScheduleSpec("interleaved", pp, microbatches, 2, costs=costs)).schedule
     stock = simulate(combined(interleaved))
+    most = max(stock.peak_activation)
     named = made("interleaved", chunks=2, overlap=True)[1]
-    for run in (stock, named):  # the page says that they are alike
-        assert (run.makespan, max(run.peak_sets)) == (stock.makespan, max(named.peak_sets)), size
-    yield Row(size, STOCK, None, "interleaved", stock, stock)
-    yield Row(size, ALONE, None, "interleaved", simulate(interleaved), stock)
-    yield Row(size, DUALPIPEV, None, *made("dualpipev"), stock)
+    # The page says that they are alike.
+    assert (named.makespan, max(named.peak_sets)) == (stock.makespan, max(stock.peak_sets)), size
+
+    def add(what: str, share: Fraction | None, name: str, run: Simulation) -> None:
+        memory = max(run.peak_activation)
+        rows.append(
+            {
+                "pp": pp,
+                "microbatches": microbatches,
+                "exchange": float(exchange),
+                "what": what,
+                "share": None if share is None else float(share),
+                "schedule": name,
+                "makespan": float(run.makespan),
+                "slower": float(run.makespan / stock.makespan) - 1,
+                "memory": float(memory),
+                "of_stock": float(memory / most),
+                "hidden": float(run.hidden_exchange or 0),
+                "steady": float(run.hidden_steady or 0),
+            }
+        )
+        print(rows[-1], flush=True)
+
+    add(STOCK, None, "interleaved", stock)
+    add(ALONE, None, "interleaved", simulate(interleaved))
+    add(DUALPIPEV, None, *made("dualpipev"))
     for what, names in ((OURS, NAMES), (UNPAIRED, SINGLE)):
-        found: list[tuple[str, Simulation]] = []
+        found: tuple[str, Simulation] | None = None
         for share in SHARES:
-            most = share * max(stock.peak_activation)
             # What is best in more memory and needs no more than this is the best here, too.
-            if not found or not fits(found[-1][1], most):
-                cap = ShareCap(most / pp)
-                found.append(made("auto", cap=cap, overlap=what == OURS, names=names))
-            yield Row(size, what, share, *found[-1], stock)
+            if found is None or max(found[1].peak_activation) > share * most:
+                cap = ShareCap(share * most / pp)
+                found = made("auto", cap=cap, overlap=what == OURS, names=names)
+            add(what, share, *found)
+    return rows
 
 
-def rows(sizes: Sequence[int]) -> Iterator[Row]:
-    """All of them; progress on the terminal."""
-    for pp in sizes:
-        for exchange in EXCHANGES:
-            for times in (4, 8):
-                for row in rows_of(Size(pp, times * pp, exchange)):
-                    print(row_text(row), flush=True)
-                    yield row
-
-
-def row_text(row: Row) -> str:
-    """Of the page's table."""
-    share = "" if row.share is None else f"{float(row.share):.0%}"
-    pp, microbatches, exchange = row.size
+def measure(sizes: str) -> Row:
+    """All rows; progress on the terminal."""
     cells = [
-        *(str(pp), str(microbatches), f"{float(exchange):g}", row.what, share, row.name),
-        f"{float(row.run.makespan):g}",
-        f"{row.slower:+.1%}",
-        f"{float(row.memory):g}",
-        f"{float(row.run.hidden_exchange or 0):.1%}",
-        f"{float(row.steady):.1%}",
+        Size(pp, times * pp, exchange)
+        for pp in map(int, sizes.split(","))
+        for exchange in EXCHANGES
+        for times in (4, 8)
     ]
-    return "| " + " | ".join(cells) + " |"
+    return {"rows": [row for size in cells for row in rows_of(size)]}
 
 
-def missed(found: Sequence[Row]) -> list[Row]:
-    """The rows in stock's memory that hide less than the aim."""
-    return [r for r in found if (r.what, r.share) == (OURS, SHARES[0]) and r.steady < AIM]
+def claims(data: Row) -> list[Claim]:
+    """The aim, in stock's memory."""
+    own = [r for r in data["rows"] if (r["what"], r["share"]) == (OURS, 1.0)]
+    few = [row for row in own if row["steady"] < AIM]
+    what = f"at least {float(AIM):.0%} of the communication hidden in steady state, stock's memory"
+    text = f"{_range([row['steady'] for row in own], '.0%')}; less {_where(few)}"
+    return [Claim(what, text, not few)]
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -167,89 +140,97 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 def _where(rows: Sequence[Row]) -> str:
-    each = (f"p={r.size.pp}, m={r.size.microbatches}, {float(r.size.exchange):g}" for r in rows)
+    each = (f"p={r['pp']}, m={r['microbatches']}, {r['exchange']:g}" for r in rows)
     return "at " + "; ".join(each) if rows else "nowhere"
 
 
-def statements(found: Sequence[Row]) -> list[str]:
+def _statements(rows: Sequence[Row]) -> list[str]:
     """What the rows show, losses too."""
     out = []
-    for share in SHARES:
-        own = [r for r in found if (r.what, r.share) == (OURS, share)]
-        plain = {r.size: r for r in found if (r.what, r.share) == (UNPAIRED, share)}
-        gains = [float(r.run.makespan / plain[r.size].run.makespan) - 1 for r in own]
-        held = [float(r.memory / max(r.stock.peak_activation)) for r in own]
-        few = [r for r in own if r.steady < AIM]
-        faster = f"faster in {sum(r.slower < 0 for r in own)} of {len(own)} rows"
-        hidden = _range([float(r.steady) for r in own], ".0%")
+
+    def size(row: Row) -> tuple[object, ...]:
+        return row["pp"], row["microbatches"], row["exchange"]
+
+    def ranges(own: Sequence[Row]) -> tuple[str, str, str]:
+        return (
+            _range([row["slower"] for row in own], "+.1%"),
+            _range([row["of_stock"] for row in own], ".0%"),
+            _range([row["steady"] for row in own], ".0%"),
+        )
+
+    for share in map(float, SHARES):
+        own = [r for r in rows if (r["what"], r["share"]) == (OURS, share)]
+        plain = {size(r): r for r in rows if (r["what"], r["share"]) == (UNPAIRED, share)}
+        gains = [r["makespan"] / plain[size(r)]["makespan"] - 1 for r in own]
+        few = [r for r in own if r["steady"] < AIM]
+        times, held, hidden = ranges(own)
         out.append(
-            f"- Ours with pairs in {float(share):.0%} of stock's memory (they take "
-            f"{_range(held, '.0%')}): {_range([r.slower for r in own], '+.1%')} time beside "
-            f"stock's combined schedule, {faster}; {_range(gains, '+.1%')} time beside our "
-            f"schedules without pairs. In steady state they hide {hidden} of the communication; "
-            f"less than {float(AIM):.0%} {_where(few) if len(few) < len(own) else 'in every row'}."
+            f"- Ours with pairs in {share:.0%} of stock's memory (they take {held}): {times} time "
+            "beside stock's combined schedule, faster in "
+            f"{sum(r['slower'] < 0 for r in own)} of {len(own)} rows; {_range(gains, '+.1%')} time "
+            f"beside our schedules without pairs. In steady state they hide {hidden} of the "
+            f"communication; less than {float(AIM):.0%} "
+            f"{_where(few) if len(few) < len(own) else 'in every row'}."
         )
     for what in (STOCK, DUALPIPEV):
-        own = [r for r in found if r.what == what]
-        held = [float(r.memory / max(r.stock.peak_activation)) for r in own]
-        times = f"{_range([r.slower for r in own], '+.1%')} time, "
+        times, held, hidden = ranges([r for r in rows if r["what"] == what])
         out.append(
-            f"- {what}: {times if what != STOCK else ''}{_range(held, '.0%')} of stock's memory; "
-            f"it hides {_range([float(r.steady) for r in own], '.0%')} in steady state."
+            f"- {what}: {f'{times} time, ' if what != STOCK else ''}{held} of stock's memory; "
+            f"it hides {hidden} in steady state."
         )
     return out
 
 
-def page(found: Sequence[Row], date: str) -> str:
-    """The Markdown page."""
-    aim = f"at least {float(AIM):.0%} of the communication hidden in steady state"
-    few = missed(found)
-    holds = "holds at p = 4 and 8" if not few else f"is missed {_where(few)}"
-    return "\n".join(
-        [
-            "# Passes in pairs",
-            "",
-            f"{date}, Python {platform.python_version()}: `python3 -m benchmarks.overlap --check`. "
-            "**Simulated, no measurement.** A rank computes F = B = W = 1 a microbatch; F and B "
+def page(data: Row) -> str:
+    """The results in Markdown."""
+    return pages.text_of(
+        pages.head(
+            "Passes in pairs",
+            data,
+            "overlap",
+            "**simulated, no measurement**; a rank computes F = B = W = 1 a microbatch, F and B "
             "exchange tokens with experts on other ranks for *exchange* besides, so F and B take "
-            "1 + exchange. A pair takes the longer of its computation and its communication, and "
-            "no less than either pass alone.",
-            "",
-            f"*{STOCK}*: Megatron's `--overlap-moe-expert-parallel-comm` with two chunks a rank: "
-            "one more F before the first B, then every B beside an F. `interleaved` with overlap "
-            "at its own memory takes the same time and memory in every row. "
-            f"*{DUALPIPEV}*: its own pairs. *{OURS}*: the fastest order of `auto` with overlap, at "
-            "most *cap* of the memory of stock's combined schedule; "
-            f"*{UNPAIRED}*: the same without overlap and without {DUALPIPEV}. *memory*: "
-            "microbatches' activations on the fullest rank. *hidden*: of the communication, in all "
-            "and between a rank's first backward and last forward pass.",
-            "",
-            f"The aim, {aim} in stock's memory, {holds}.",
-            "",
-            *statements(found),
-            "",
-            "| p | m | exchange | order | cap | schedule | time | beside stock combined | memory | "
-            "hidden | in steady state |",
-            "|--:|--:|--:|---|--:|---|" + "--:|" * 5,
-            *map(row_text, found),
-            "",
-        ]
+            "1 + exchange",
+        ),
+        "A pair takes the longer of its computation and its communication, and no less than either "
+        f"pass alone. *{STOCK}*: Megatron's `--overlap-moe-expert-parallel-comm` with two chunks a "
+        "rank: one more F before the first B, then every B beside an F. `interleaved` with overlap "
+        f"at its own memory takes the same time and memory in every row. *{DUALPIPEV}*: its own "
+        f"pairs. *{OURS}*: the fastest order of `auto` with overlap, at most *cap* of the memory "
+        f"of stock's combined schedule; *{UNPAIRED}*: the same without overlap and without "
+        f"{DUALPIPEV}. *memory*: microbatches' activations on the fullest rank. *hidden*: of the "
+        "communication, in all and between a rank's first backward and last forward pass.",
+        pages.verdicts(claims(data)),
+        _statements(data["rows"]),
+        pages.table(
+            {
+                "p": lambda row: row["pp"],
+                "m": lambda row: row["microbatches"],
+                "exchange": lambda row: f"{row['exchange']:g}",
+                "order": lambda row: row["what"],
+                "cap": lambda row: "" if row["share"] is None else f"{row['share']:.0%}",
+                "schedule": lambda row: row["schedule"],
+                "time": lambda row: f"{row['makespan']:g}",
+                "beside stock combined": lambda row: f"{row['slower']:+.1%}",
+                "memory": lambda row: f"{row['memory']:g}",
+                "hidden": lambda row: f"{row['hidden']:.1%}",
+                "in steady state": lambda row: f"{row['steady']:.1%}",
+            },
+            data["rows"],
+        ),
     )
 
 
-def main() -> None:
-    """Run and save."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", default="4,8", help="pipeline ranks")
-    parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the aim is missed")
-    args = parser.parse_args()
-    found = list(rows([int(size) for size in args.sizes.split(",")]))
-    (args.output / "overlap.md").write_text(page(found, args.date))
-    if args.check and missed(found):
-        sys.exit(1)
+def main() -> int:
+    """Run and save; returns the exit status."""
+    args = pages.parser_of(
+        __doc__,
+        sizes=("4,8", "pipeline ranks"),
+        check=(False, "exit with 1 if the aim is missed"),
+    ).parse_args()
+    data = pages.run(args, "overlap", lambda: measure(args.sizes), page)
+    return pages.missed(args, claims(data))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

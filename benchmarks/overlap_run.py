@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
-from benchmarks.ranks import add_arguments, priority, save
+from benchmarks import page as pages
+from benchmarks.page import Row
 from megatron_ext.prove.server import ScriptServer
 from megatron_ext.schedule import Costs, Schedule, ScheduleSpec, select, simulate
 from tests.support import ROOT
@@ -72,7 +70,7 @@ def command(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def measure(args: argparse.Namespace, server: ScriptServer, folder: Path) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, server: ScriptServer, folder: Path) -> list[Row]:
     """All runs, one after the other."""
     unit, rows = args.unit_ms / 1e3, []
     value = {"compute": unit / 2, "exchange": unit / 2 * float(args.exchange), "layers": 1}
@@ -117,72 +115,66 @@ def measure(args: argparse.Namespace, server: ScriptServer, folder: Path) -> lis
     return rows
 
 
-def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+def page(data: Row) -> str:
     """The results in Markdown."""
+    rows = data["rows"]
     stock = next(row for row in rows if row["name"] == "stock, combined 1F1B")
-    lines = [
-        "# Steps with passes in pairs, with emulated times",
-        "",
-        f"`python -m benchmarks.overlap_run`, {about['date']}: the unmodified `pretrain_gpt.py` of "
-        f"{about['checkout']} on {about['ranks']} gloo ranks, PP {about['pp']}, EP 2, one layer a "
-        f"stage, two stages a rank, m = {about['microbatches']}; computation of a rank's F, B and "
-        f"W {about['unit_ms']:g} ms each, all-to-alls {about['exchange']:g} times as long in F "
-        f"and in B. Medians of {about['steps']} steps after the first; Python {about['python']}, "
-        f"{about['machine']}; {about['priority']}, load {about['load']}.",
-        "",
+    return pages.text_of(
+        pages.head(
+            "Steps with passes in pairs, with emulated times",
+            data,
+            "overlap_run",
+            f"the unmodified `pretrain_gpt.py` of {data['checkout']} on {2 * data['pp']} gloo "
+            f"ranks, PP {data['pp']}, EP 2, one layer a stage, two stages a rank, m = "
+            f"{data['microbatches']}; computation of a rank's F, B and W {data['unit_ms']:g} ms "
+            f"each, all-to-alls {data['exchange']:g} times as long in F and in B. Medians of "
+            f"{data['steps']} steps after the first",
+        ),
         "Streams are emulated by their clocks: what a layer's part takes, and which stream it "
         "runs on, counts; computation and messages of the machine itself come on top. All runs of "
         "one placement computed the same losses, bit for bit. *Peak* is in microbatches of a rank; "
         "*hidden* is the simulated share of the all-to-alls behind computation, between a rank's "
         "first B and its last F.",
-        "",
-        "| run | peak | hidden | simulated s | measured s | error | over stock combined |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['name']} | {row['peak']:g} | {row['hidden_steady']:.0%} "
-            f"| {row['simulated']:.3f} | {row['step']:.3f} "
-            f"| {row['step'] / row['simulated'] - 1:+.1%} | {row['step'] / stock['step']:.3f} |"
-        )
-    return "\n".join(lines) + "\n"
+        pages.table(
+            {
+                "run": lambda row: row["name"],
+                "peak": lambda row: f"{row['peak']:g}",
+                "hidden": lambda row: f"{row['hidden_steady']:.0%}",
+                "simulated s": lambda row: f"{row['simulated']:.3f}",
+                "measured s": lambda row: f"{row['step']:.3f}",
+                "error": lambda row: f"{row['step'] / row['simulated'] - 1:+.1%}",
+                "over stock combined": lambda row: f"{row['step'] / stock['step']:.3f}",
+            },
+            rows,
+        ),
+    )
 
 
 def main() -> int:
     """Run it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("checkout", type=Path, help="of Megatron-LM")
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--unit-ms", type=float, default=100.0, help="a rank's F without exchange")
-    parser.add_argument("--exchange", type=Fraction, default=Fraction(1, 2), help="of computation")
-    parser.add_argument("--steps", type=int, default=3)
-    add_arguments(parser)
+    parser = pages.parser_of(
+        __doc__,
+        pp=4,
+        microbatches=16,
+        unit_ms=(100.0, "a rank's F without exchange"),
+        exchange=(Fraction(1, 2), "of computation"),
+        steps=3,
+    )
+    parser.add_argument("checkout", type=Path, nargs="?", help="of Megatron-LM")
     args = parser.parse_args()
-    load = os.getloadavg()[0]
-    with (
-        ScriptServer(
-            args.checkout / "pretrain_gpt.py", modules=["tests.support", "benchmarks"]
-        ) as server,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        rows = measure(args, server, Path(folder))
-    about = {
-        "date": args.date,
-        "machine": args.machine,
-        "python": platform.python_version(),
-        "priority": priority(),
-        "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after",
-        "checkout": args.checkout.name.partition("-")[0],
-        "ranks": 2 * args.pp,
-        "pp": args.pp,
-        "microbatches": args.microbatches,
-        "unit_ms": args.unit_ms,
-        "exchange": float(args.exchange),
-        "steps": args.steps,
-    }
-    save(args, "overlap-run", rows, about)
-    (args.output / "overlap_run.md").write_text(page(rows, about))
+    if args.checkout is None and args.page_of is None:
+        parser.error("give a checkout of Megatron-LM, or --page-of FILE")
+
+    def found() -> Row:
+        script = args.checkout / "pretrain_gpt.py"
+        with (
+            ScriptServer(script, modules=["tests.support", "benchmarks"]) as server,
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            rows = measure(args, server, Path(folder))
+        return {"checkout": args.checkout.name.partition("-")[0], "rows": rows}
+
+    pages.run(args, "overlap-run", found, page, ("torch",))
     return 0
 
 

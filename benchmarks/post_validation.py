@@ -18,22 +18,19 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import add_arguments, priority, save
+from benchmarks import page as pages
+from benchmarks.page import Row
 from megatron_ext.prove.server import ScriptServer
 from megatron_ext.schedule import lower, simulate
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import GENERATORS, generate
 from megatron_ext.schedule.post_validation import add_post_validation, steady_time
 from tests.support import ROOT
-
-HERE = Path(__file__).resolve().parent
 
 TAG = "core_v0.19.0"
 MODEL = """--hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -43,34 +40,6 @@ MODEL = """--hidden-size 32 --num-attention-heads 4 --seq-length 16
 --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer --clip-grad 20
 --rerun-mode disabled --no-check-for-nan-in-loss-and-grad"""
 SETTLED = 3  # iterations at the begin that are not timed
-
-
-@dataclass(frozen=True)
-class Row:
-    """One schedule.
-
-    Attributes:
-        schedule: its name.
-        pp, microbatches: of the pipeline.
-        usual, ahead: seconds of an iteration, medians over rounds of each run's median.
-        simulated_usual, simulated_ahead: what the simulator says.
-        gain: share of an iteration that is saved, median of the rounds' ratios.
-        simulated_gain: the same in the simulation.
-        undone: iterations' time that an undone step costs, beside the same run without it.
-        same: all runs agree bit for bit.
-    """
-
-    schedule: str
-    pp: int
-    microbatches: int
-    usual: float
-    ahead: float
-    simulated_usual: float
-    simulated_ahead: float
-    gain: float
-    simulated_gain: float
-    undone: float
-    same: bool
 
 
 class Trainer:
@@ -99,7 +68,8 @@ class Trainer:
         if ahead:
             flags += " --pp-post-validation 0"
         faults = [] if fault is None else [{"iteration": fault, "rank": pp - 1, "factor": 1e6}]
-        value = {"faults": faults, "pace": [ms / chunks for ms in args.milliseconds]}
+        pace = [float(ms) / chunks for ms in args.passes.split(",")]
+        value = {"faults": faults, "pace": pace}
         probe = ROOT / "tests" / "support" / "rank_probe.py"
         outcome = self.server.run(
             flags.split(), pp, self.folder / "run", 600.0, prelude=probe, value=value
@@ -118,7 +88,13 @@ class Trainer:
         return seconds, (states, losses)
 
     def compare(self, name: str, pp: int, microbatches: int) -> Row:
-        """With and without, in turn; and once with a step that has to be undone."""
+        """With and without, in turn; and once with a step that has to be undone.
+
+        ``usual`` and ``ahead`` are seconds of an iteration, medians over rounds of each run's
+        median; ``gain`` the share that is saved, median of the rounds' ratios; ``simulated_...``
+        what the simulator says; ``undone`` the iterations' time that an undone step costs, beside
+        the same run without it; ``same`` whether all runs agree bit for bit.
+        """
         args = self.args
         medians: dict[bool, list[float]] = {False: [], True: []}
         results = []
@@ -144,64 +120,56 @@ class Trainer:
         ]
         usual, ahead = (statistics.median(medians[key]) for key in (False, True))
         gains = [1 - b / a for a, b in zip(medians[False], medians[True])]
-        return Row(
-            name,
-            pp,
-            microbatches,
-            usual,
-            ahead,
-            float(simulated[0]) / 1e3,
-            float(simulated[1]) / 1e3,
-            statistics.median(gains),
-            float(1 - simulated[1] / simulated[0]),
-            lost / ahead,
-            same,
-        )
+        return {
+            "schedule": name,
+            "pp": pp,
+            "microbatches": microbatches,
+            "usual": usual,
+            "ahead": ahead,
+            "simulated_usual": float(simulated[0]) / 1e3,
+            "simulated_ahead": float(simulated[1]) / 1e3,
+            "gain": statistics.median(gains),
+            "simulated_gain": float(1 - simulated[1] / simulated[0]),
+            "undone": lost / ahead,
+            "same": same,
+        }
 
 
-def page(rows: list[Row], about: dict[str, Any]) -> str:
-    """The Markdown page."""
-    lines = [
-        "# Optimizer post-validation",
-        "",
-        f"{about['date']}, {about['machine']}; load {about['load']}, ranks at "
-        f"{about['priority']}. "
-        f"`python -m benchmarks.post_validation`: gloo ranks, F, B, W of a microbatch "
-        f"{about['passes']} ms, {about['iterations']} iterations, {about['rounds']} rounds. The "
-        "time from one iteration to the next, in the training loop of Megatron "
-        f"{about['megatron']}.",
-        "",
-        "| schedule | p | m | without, s | simulated | with, s | simulated | gain | simulated | an "
-        "undone step costs | bit for bit |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.schedule} | {row.pp} | {row.microbatches} | {row.usual:.3f} | "
-            f"{row.simulated_usual:.3f} | {row.ahead:.3f} | "
-            f"{row.simulated_ahead:.3f} | {row.gain:.2%} | {row.simulated_gain:.2%} | "
-            f"{row.undone:.2f} iterations | {'yes' if row.same else '**no**'} |"
-        )
-    lines += [
-        "",
+def page(data: Row) -> str:
+    """The results in Markdown."""
+    return pages.text_of(
+        pages.head(
+            "Optimizer post-validation",
+            data,
+            "post_validation",
+            f"gloo ranks, F, B, W of a microbatch {data['passes']} ms, {data['iterations']} "
+            f"iterations, {data['rounds']} rounds. The time from one iteration to the next, in the "
+            "training loop of the checkout",
+        ),
+        pages.table(
+            {
+                "schedule": lambda row: row["schedule"],
+                "p": lambda row: row["pp"],
+                "m": lambda row: row["microbatches"],
+                "without, s": lambda row: f"{row['usual']:.3f}",
+                "without, simulated": lambda row: f"{row['simulated_usual']:.3f}",
+                "with, s": lambda row: f"{row['ahead']:.3f}",
+                "with, simulated": lambda row: f"{row['simulated_ahead']:.3f}",
+                "gain": lambda row: f"{row['gain']:.2%}",
+                "gain, simulated": lambda row: f"{row['simulated_gain']:.2%}",
+                "an undone step costs": lambda row: f"{row['undone']:.2f} iterations",
+                "bit for bit": lambda row: "yes" if row["same"] else "**no**",
+            },
+            data["rows"],
+        ),
         "Measured times hold what the simulated ones do not: the optimizer, Megatron's own work, "
         "and messages. An undone step costs what all iterations of a run with one "
         "undone step took, less as many median ones.",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
-def main() -> None:
-    """Run and save."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--schedules", default="v-zb,zb-h2")
-    parser.add_argument("--sizes", default="4x8,8x16", help="ranks x microbatches")
-    parser.add_argument("--passes", default="100,100,100", help="milliseconds of F, B, W")
-    parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
-    add_arguments(parser)
-    args = parser.parse_args()
-    args.milliseconds = [int(x) for x in args.passes.split(",")]
+def measure(args: argparse.Namespace) -> Row:
+    """All sizes and schedules."""
     root = os.environ.get("MEGATRON_LM")
     cache = Path.home() / ".cache" / "megatron-ext" / "Megatron-LM" / TAG
     script = Path(root) if root else cache
@@ -215,18 +183,22 @@ def main() -> None:
             pp, microbatches = map(int, size.split("x"))
             for name in args.schedules.split(","):
                 rows.append(trainer.compare(name, pp, microbatches))
-                print(asdict(rows[-1]), flush=True)
+                print(rows[-1], flush=True)
                 load.append(os.getloadavg()[0])
-    names = ("passes", "iterations", "rounds")
-    about = {"date": args.date, "machine": args.machine, "python": platform.python_version()}
-    about |= {
-        "megatron": TAG,
-        "priority": priority(),
-        "load": f"{min(load):.1f} to {max(load):.1f}",
-    }
-    about |= {name: getattr(args, name) for name in names}
-    save(args, "post-validation", [asdict(row) for row in rows], about)
-    (args.output / "post_validation.md").write_text(page(rows, about))
+    return {"megatron": TAG, "load": f"{min(load):.1f} to {max(load):.1f}", "rows": rows}
+
+
+def main() -> None:
+    """Run and save."""
+    args = pages.parser_of(
+        __doc__,
+        schedules="v-zb,zb-h2",
+        sizes=("4x8,8x16", "ranks x microbatches"),
+        passes=("100,100,100", "milliseconds of F, B, W"),
+        iterations=12,
+        rounds=3,
+    ).parse_args()
+    pages.run(args, "post-validation", lambda: measure(args), page, ("torch",))
 
 
 if __name__ == "__main__":

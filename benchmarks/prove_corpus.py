@@ -1,6 +1,6 @@
 """Megatron's functional tests and Megatron-Bridge's recipes, shrunk, compared with one process.
 
-    python3 -m benchmarks.prove_corpus [--part gpt/...] [--output benchmarks/prove_corpus.md]
+    python3 -m benchmarks.prove_corpus [--part gpt/...] [--output DIR] [--date YYYY-MM-DD]
 
 Every ``model_config.yaml`` below ``tests/functional_tests/test_cases`` of the newest supported
 checkout, and the performance recipes with a pipeline of ``bridge_recipes.json``. Those that are
@@ -10,18 +10,17 @@ are kept in a file of JSON lines, so that a run can go on.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
 import tempfile
 import textwrap
-import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import page as pages
 from megatron_ext.prove.flags import Flags
 from megatron_ext.prove.patterns import stages_of
 from megatron_ext.prove.server import ScriptServer
@@ -256,12 +255,11 @@ def run(root: Path, part: str, results: Path) -> None:
                 if case.script != script or (" ".join(case.names), "stock") in done:
                     continue
                 rows = _rows(server, case, known, fixed=False)
-                with results.open("a") as file:
-                    for one in rows:
-                        file.write(json.dumps(one) + "\n")
-                        result = f"{one['run']:6} {one['status']:9} {one['seconds']:5} s"
-                        name, text = case.names[0][:50], one["text"][:90]
-                        print(f"{index:3} {result}  {name:50} {text}", flush=True)
+                append(results, rows)
+                for one in rows:
+                    result = f"{one['run']:6} {one['status']:9} {one['seconds']:5} s"
+                    name, text = case.names[0][:50], one["text"][:90]
+                    print(f"{index:3} {result}  {name:50} {text}", flush=True)
 
 
 @contextlib.contextmanager
@@ -284,9 +282,7 @@ def run_fixed(root: Path, results: Path) -> None:
         with fixed(root) as tree, ScriptServer(tree / script, double=True) as server:
             known = server.flags()
             for case in (case for case in every if case.script == script):
-                with results.open("a") as file:
-                    for one in _rows(server, case, known, fixed=True):
-                        file.write(json.dumps(one) + "\n")
+                append(results, _rows(server, case, known, fixed=True))
 
 
 def _rows(
@@ -305,37 +301,42 @@ def _rows(
     return rows
 
 
-def findings(root: Path) -> list[str]:
-    """Lines of a page: each finding's command, first difference, smallest set of flags, and what
-    it is in a copy of Megatron without it."""
-    lines = []
+def run_findings(root: Path, results: Path) -> None:
+    """Run every finding that ``results`` has not yet: its first difference, the smallest set of
+    flags, and what it is in a copy of Megatron without it."""
+    done = {one["names"] for one in read(results) if one["run"] == "finding"}
+    left = [one for one in FINDINGS if one.flags not in done]
+    if not left:
+        return
     with (
         fixed(root) as tree,
         ScriptServer(root / "pretrain_gpt.py", double=True) as server,
         ScriptServer(tree / "pretrain_gpt.py", double=True) as without,
         tempfile.TemporaryDirectory(prefix="finding-") as scratch,
     ):
-        for number, one in enumerate(FINDINGS):
+        for number, one in enumerate(left):
             shrunk = Shrinker(f"{_MODEL} {one.flags}".split()).shrink()
             session = Session(server, shrunk, Path(scratch, str(number)), uneven=one.uneven)
-            check = session.check("stock", shrunk.stock)
-            if check.comparison is None or check.comparison.equal:
-                lines.append(f"- `{one.flags}`: {check.status} {check.detail}")
-                continue
-            needed = " ".join(session.smallest(shrunk.stock, lambda text: None))
-            session = Session(without, shrunk, Path(scratch, f"{number}b"), uneven=one.uneven)
-            lines += [
-                f"### `{needed}`",
-                "",
-                f"{one.why} Fixed there (`{one.fix.file}`): "
-                f"{session.check('fixed', shrunk.stock).status}.",
-                "",
-                f"    megatron-ext prove{' --uneven-masks' * one.uneven} -- pretrain_gpt.py $MODEL "
-                + one.flags,
-                f"    {check.comparison.differences[0].text}",
-                "",
-            ]
-    return lines
+            found = row(one.flags, "finding", session.check("stock", shrunk.stock))
+            if found["status"] == "different":
+                found["needed"] = " ".join(session.smallest(shrunk.stock, lambda text: None))
+                again = Session(without, shrunk, Path(scratch, f"{number}b"), uneven=one.uneven)
+                found["fixed"] = again.check("fixed", shrunk.stock).status
+            append(results, [found])
+
+
+def _finding(one: Finding, found: dict[str, Any] | None) -> list[str]:
+    """Paragraphs of a page."""
+    if found is None or found["status"] != "different":
+        status = "not run" if found is None else f"{found['status']} {found['text']}"
+        return [f"- `{one.flags}`: {status}"]
+    uneven = " --uneven-masks" * one.uneven
+    return [
+        f"### `{found['needed']}`",
+        f"{one.why} Fixed there (`{one.fix.file}`): {found['fixed']}.",
+        f"    megatron-ext prove{uneven} -- pretrain_gpt.py $MODEL {one.flags}\n"
+        f"    {found['text']}",
+    ]
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -343,77 +344,81 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(x) for x in results.read_text().splitlines()] if results.exists() else []
 
 
-def page(results: Path, shown: list[str], tag: str, every: int) -> str:
-    """The results as Markdown; ``every``: configurations in all."""
+def append(results: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add lines to a results file."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a") as file:
+        file.writelines(json.dumps(one) + "\n" for one in rows)
+
+
+def page(results: Path, date: str, every: int) -> str:
+    """The results in Markdown.
+
+    Args:
+        every: configurations in all.
+    """
     rows = read(results)
     ran = sum(one["run"] == "stock" for one in rows)
-    partly = [f"Not complete: {ran} of {every} configurations ran.", ""]
-    lines = [
-        "# Megatron's functional tests and Megatron-Bridge's recipes, proved",
-        "",
-        f"Made {time.strftime('%Y-%m-%d')} by `python3 -m benchmarks.prove_corpus` on CPU ranks "
-        f"with Megatron {tag}, in float64, three steps each. *equal*: every output, gradient, "
-        "weight and moment is one process's within rounding. A configuration that several share "
-        f"after shrinking is run once. All rows: [results/{results.name}](results/{results.name}).",
-        "",
-        *(partly if ran < every else []),
-    ]
+    shown = {one["names"]: one for one in rows if one["run"] == "finding"}
+    again = {one["names"]: one["status"] for one in rows if one["run"] == "fixed"}
+    rows = [one for one in rows if one["run"] in ("stock", "ours")]
+    counts = []
     for kind in ("stock", "ours"):
         own = [one for one in rows if one["run"] == kind]
-        count = Counter(one["status"] for one in own)
         largest = max((one["largest"] for one in own if one["status"] == "equal"), default=0.0)
-        tests = sum(len(one["names"].split()) for one in own)
-        lines.append(
-            f"- **{kind}**: {len(own)} configurations of {tests} tests and recipes: "
-            + ", ".join(f"{number} {status}" for status, number in count.most_common())
+        found = Counter(one["status"] for one in own).most_common()
+        counts.append(
+            f"- **{kind}**: {len(own)} configurations of "
+            f"{sum(len(one['names'].split()) for one in own)} tests and recipes: "
+            + ", ".join(f"{number} {status}" for status, number in found)
             + f"; largest difference of an equal one {largest:.1e}"
         )
-    lines += [
-        "",
+    parts: list[Any] = [
+        "# Megatron's functional tests and Megatron-Bridge's recipes, proved",
+        f"Made {date} by `python3 -m benchmarks.prove_corpus` on CPU ranks with Megatron "
+        f"{MAIN_TAG}, in float64, three steps each. *equal*: every output, gradient, weight and "
+        "moment is one process's within rounding. A configuration that several share after "
+        f"shrinking is run once. All rows: [results/{results.name}](results/{results.name}).",
+        f"Not complete: {ran} of {every} configurations ran." if ran < every else "",
+        counts,
         "## Errors of stock that commands show",
-        "",
         f"`MODEL='{' '.join(_MODEL.split())}'`",
-        "",
-        *shown,
-        "",
+        *(text for one in FINDINGS for text in _finding(one, shown.get(one.flags))),
         "## Reports in Megatron-LM's tracker",
-        "",
-        "| report | `prove` |",
-        "| --- | --- |",
-        *(f"| {report} | {answer} |" for report, answer in REPORTS),
+        pages.grid(("report", "`prove`"), REPORTS),
     ]
-    again = {one["names"]: one["status"] for one in rows if one["run"] == "fixed"}
     for status, title in (("different", "Different"), ("failed", "Do not run"), ("hung", "Hang")):
-        own: dict[str, list[str]] = {}  # tests by what they report
+        own: dict[tuple[str, str], list[str]] = {}  # tests by what they report
         for one in rows:
-            if one["status"] == status and one["run"] != "fixed":
+            if one["status"] == status:
                 text = one["text"].replace("|", "\\|").replace("one process: ", "")
                 if status == "different":
                     text += f"; without the errors above: {again.get(one['names'], 'not run')}"
-                own.setdefault(f"{text} | {one['run']}", []).extend(one["names"].split())
+                own.setdefault((text, one["run"]), []).extend(one["names"].split())
         if own:
-            lines += ["", f"## {title}", "", "| what | run | tests |", "| --- | --- | --- |"]
-            lines += [f"| {text} | {', '.join(names)} |" for text, names in own.items()]
-    return "\n".join(lines) + "\n"
+            cells = ((*what, ", ".join(names)) for what, names in own.items())
+            parts += [f"## {title}", pages.grid(("what", "run", "tests"), cells)]
+    return pages.text_of(*parts)
 
 
 def main() -> int:
-    """Run the corpus and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", default="", help="only tests with this in their name")
-    default = Path(__file__).parent / f"results/{time.strftime('%Y-%m-%d')}-prove-corpus.jsonl"
-    parser.add_argument("--results", type=Path, default=default)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    start = time.monotonic()
+    """Run the corpus, go on where its results end, and write the page."""
+    args = pages.parser_of(
+        __doc__,
+        part=("", "only tests with this in their name"),
+        no_findings=(False, "leave the errors of stock out"),
+    ).parse_args()
     root = existing(MAIN_TAG)
-    run(root, options.part, options.results)
-    run_fixed(root, options.results)
-    text = page(options.results, findings(root), MAIN_TAG, len(cases(root, options.part)))
-    if options.output is not None:
-        options.output.write_text(text)
-    print(text)
-    print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+    results = args.output / "results" / f"{args.date}-prove-corpus.jsonl"
+    if args.page_of is None:
+        run(root, args.part, results)
+        run_fixed(root, results)
+        if not args.no_findings:
+            run_findings(root, results)
+    else:
+        results, args.date = args.page_of, args.page_of.name[:10]
+    text = page(results, args.date, len(cases(root, args.part)))
+    (args.output / "prove_corpus.md").write_text(text, encoding="utf-8")
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import megatron_ext.cpu
@@ -28,15 +27,11 @@ from torch.distributed import pipelining  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 
 from benchmarks import torch_lists  # noqa: E402
-from megatron_ext.runtime.channel import Channel  # noqa: E402
-from megatron_ext.runtime.edges import connected  # noqa: E402
-from megatron_ext.runtime.executor import Executor  # noqa: E402
+from benchmarks.emulated import CPU, execute  # noqa: E402
 from megatron_ext.runtime.trace import Recorder  # noqa: E402
 from megatron_ext.runtime.watchdog import Watchdog  # noqa: E402
 from megatron_ext.schedule import Costs, Placement, Schedule, check, generate, lower  # noqa: E402
 from megatron_ext.schedule.actions import Action, Op  # noqa: E402
-
-HERE = Path(__file__).resolve().parent
 
 HIDDEN = 8
 SHAPE = (HIDDEN, 1, HIDDEN)  # sequence, microbatch, hidden
@@ -249,12 +244,9 @@ class Ours(Way):
     def run(self) -> None:
         """With a watchdog, as in training."""
         group = parallel_state.get_pipeline_model_parallel_group()
-        edges = connected(group, "passes", self.plan.placement.edges, torch.device("cpu"))
-        channel = Channel(edges, SHAPE, torch.float32, torch.device("cpu"))
-        recorder = Recorder(self._timed, torch.device("cpu"))
+        recorder = Recorder(self._timed, CPU)
         runner = AutogradRunner(self)
-        with self._watchdog.armed():
-            Executor(self._lowered, self.rank, runner, channel, self._watchdog, recorder).run()
+        execute(self._lowered, runner, SHAPE, self._watchdog, recorder=recorder, group=group)
         self.peak_sets = recorder.peak_sets
 
     def order(self, logs: list[list[Action]]) -> Schedule:
@@ -377,15 +369,6 @@ class Torch(Way):
 def _later(stage: Stage) -> Callable[[], Callable[[], None]]:
     """What PyTorch asks after a B pass: the W that is left to do."""
     return lambda: lambda: stage.spend(Op.W)
-
-
-def start(rank: int, pp: int, folder: Path) -> None:
-    """Make the one process group."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=pp
-    )
-    parallel_state.initialize_model_parallel(1, pp, create_gloo_process_groups=False)
 
 
 def ways(names: Iterable[str], rank: int, pp: int, microbatches: int) -> list[Way]:

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
+from benchmarks.page import Claim, alternating
 from benchmarks.schedule_scope import ATTENTION, PROFILED, SKEWED, UNIT, Cost, Scope
 from benchmarks.schedule_sweep import Row, describe
 from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, Simulation, generate, simulate
 from megatron_ext.schedule.generators import NAMES
-from megatron_ext.schedule.generators.blocks import gis_peak, grouped_block
+from megatron_ext.schedule.generators.blocks import grouped_block
 from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One line of the report. ``holds`` is None for what is only measured."""
-
-    group: str
-    what: str
-    expected: str
-    measured: str
-    holds: bool | None
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return asdict(self)
+from tests.support.closed_forms import FORMS, gis_bubble, gis_peaks
 
 
 def all_claims(scope: Scope) -> list[Claim]:
@@ -55,63 +42,27 @@ def _tally(group: str, what: str, expected: str, cases: Iterable[tuple[str, bool
     measured = f"{len(results) - len(wrong)} of {len(results)} exact"
     if wrong:
         measured += f"; not: {', '.join(wrong[:3])}" + (" ..." if len(wrong) > 3 else "")
-    return Claim(group, what, expected, measured, not wrong)
-
-
-# name -> (text, makespan(p, m), peak in microbatches(p)), at F = B = W = 1 and no hop.
-_Form = tuple[str, Callable[[int, int], Fraction | int], Callable[[int], Fraction | int]]
-
-
-def _v(sets: Callable[[int], int]) -> Callable[[int, int], Fraction]:
-    # The second term is the work of a rank and the way to the last one; it counts at p = 2.
-    return lambda p, m: Fraction(max(6 * m + 6 * p - 3 * sets(p) - 1, 6 * m + p - 1), 2)
-
-
-_FORMS: dict[str, _Form] = {
-    "1f1b": ("3(m + p - 1), peak p", lambda p, m: 3 * (m + p - 1), lambda p: p),
-    "zb-h1": ("3m + p - 1, peak p", lambda p, m: 3 * m + p - 1, lambda p: p),
-    "zb-h2": ("3m + p - 1, peak 2p - 1", lambda p, m: 3 * m + p - 1, lambda p: 2 * p - 1),
-    "v-min": (
-        "(6m + 6p - 3k - 1)/2, peak k/2 = floor((p + 4)/3)",
-        _v(lambda p: 2 * ((p + 4) // 3)),
-        lambda p: (p + 4) // 3,
-    ),
-    "v-half": (
-        "(6m + 6p - 3k - 1)/2, peak k/2 = floor((p + 2)/2)",
-        _v(lambda p: 2 * ((p + 2) // 2)),
-        lambda p: (p + 2) // 2,
-    ),
-    "v-zb": ("(6m + p - 1)/2, peak p", lambda p, m: Fraction(6 * m + p - 1, 2), lambda p: p),
-}
+    return Claim(what, measured, not wrong, expected, group)
 
 
 def closed_forms(scope: Scope) -> list[Claim]:
-    """Makespan and peak at unit costs, m = 2p, 3p + 1 and 4p."""
+    """Makespan and peak at unit costs, m = 2p, 3p + 1 where p need not divide m, and 4p."""
     group = f"closed forms, F = B = W = 1, no hop, p = {scope.closed[0]} to {scope.closed[-1]}"
     claims = []
-    for name, (text, makespan, peak) in _FORMS.items():
-        cases = []
-        for p in scope.closed:
-            for m in (2 * p, 3 * p + 1, 4 * p):
-                run = simulate(generate(name, p, m))
-                found = run.makespan, max(run.peak_activation)
-                cases.append((f"p={p} m={m}", found == (makespan(p, m), peak(p))))
-        claims.append(_tally(group, name, text, cases))
-    spans = []
-    for p in scope.closed:
-        run = simulate(generate("zb-h2", p, 4 * p))
-        spans.append((f"p={p}", run.span_bubble == 0))
-    claims.append(_tally(group, "zb-h2, a rank's own span", "3m", spans))
-    for chunks in (2, 3, 4):
-        cases = []
-        for p in scope.closed:
-            for m in (2 * p, 4 * p):
-                run = simulate(generate("interleaved", p, m, chunks))
-                expected = 3 * m + Fraction(3 * (p - 1), chunks), p + Fraction(p - 1, chunks)
-                found = run.makespan, max(run.peak_activation)
-                cases.append((f"p={p} m={m}", found == expected))
-        text = "3m + 3(p - 1)/v, peak p + (p - 1)/v"
-        claims.append(_tally(group, f"interleaved, v = {chunks}", text, cases))
+    for name, form in FORMS.items():
+        for chunks in form.chunks:
+            cases = []
+            for p in scope.closed:
+                for m in (2 * p, 4 * p) if form.multiple else (2 * p, 3 * p + 1, 4 * p):
+                    run = simulate(generate(name, p, m, chunks))
+                    v = run.schedule.chunks
+                    found = run.makespan, max(run.peak_activation)
+                    exact = found == (form.makespan(p, m, v), form.peak(p, v))
+                    idle = name == "zb-h2" and run.span_bubble != 0
+                    cases.append((f"p={p} m={m}", exact and not idle))
+            what = name if chunks is None else f"{name}, v = {chunks}"
+            text = form.text + (", a rank's own span 3m" if name == "zb-h2" else "")
+            claims.append(_tally(group, what, text, cases))
     return claims
 
 
@@ -129,10 +80,10 @@ def grouped(scope: Scope) -> list[Claim]:
                     name = f"p={p} g={g} m={m} v={chunks} {','.join(cost)}"
                     ranks = tuple(map(tuple, grouped_block(p, chunks, g, "next").stamp(m)))
                     fixed = simulate(Schedule("gis", Placement.loop(p, chunks), m, ranks, costs))
-                    expected = _gis_bubble(p, g, chunks, costs)
+                    expected = gis_bubble(p, g, chunks, costs)
                     work = m * _work(costs)
                     exact.append((name, fixed.makespan - work == expected))
-                    peaks.append((name, fixed.peak_sets == gis_peak(p, m, chunks, g)))
+                    peaks.append((name, fixed.peak_sets == gis_peaks(p, m, chunks, g)))
                     ours = simulate(generate("gis", p, m, chunks, costs, group_size=g))
                     shaped.append((name, ours.makespan - work <= expected))
     text = "(p-1)(f+b) + (v-1)[(p-g)f + max(0, pb - g(b+w))]"
@@ -143,48 +94,26 @@ def grouped(scope: Scope) -> list[Claim]:
     ]
 
 
-def _gis_bubble(p: int, g: int, chunks: int, costs: Costs) -> Fraction:
-    f, b, w = (x / chunks for x in (costs.forward, costs.backward_input, costs.backward_weight))
-    return (p - 1) * (f + b) + (chunks - 1) * ((p - g) * f + max(Fraction(0), p * b - g * (b + w)))
-
-
 def _work(costs: Costs) -> Fraction:
     return costs.forward + costs.backward_input + costs.backward_weight
 
 
 def interleaved_zb(scope: Scope) -> list[Claim]:
-    """Work and the way to the last rank, no more, without hops; what hops add."""
-    group = f"interleaved-zb, p = {scope.closed[0]} to {scope.closed[-1]}"
-    exact = []
-    for p in scope.closed:
-        for chunks in (2, 3, 4) if p <= 16 else (2,):
-            for m in (2 * p, 4 * p):
-                run = simulate(generate("interleaved-zb", p, m, chunks))
-                expected = 3 * m + Fraction(p - 1, chunks), p
-                found = run.makespan, max(run.peak_activation)
-                exact.append((f"p={p} m={m} v={chunks}", found == expected))
-    claims = [_tally(group, "unit costs, no hop", "3m + (p - 1)/v, peak p", exact)]
+    """What other costs and hops add to work and the way to the last rank."""
+    claims = []
     for cost in (PROFILED, ATTENTION, SKEWED):
         for hop in ("0", "0.05"):
-            costs, worst, where = Costs.of(*cost, hop), Fraction(-1), ""
+            costs = Costs.of(*cost, hop)
+            excess = {}
             for p in (4, 8, 16):
-                if p > scope.closed[-1]:
-                    continue
-                m = 4 * p
-                run = simulate(generate("interleaved-zb", p, m, costs=costs))
-                ideal = m * _work(costs) + (p - 1) * (costs.forward / 2 + costs.hop)
-                excess = run.makespan / ideal - 1
-                if excess > worst:
-                    worst, where = excess, f"p={p} m={m}"
-            claims.append(
-                Claim(
-                    group,
-                    f"costs {','.join(cost)}, hop {hop}, v = 2, m = 4p: above work and one way",
-                    "measured only",
-                    f"at most {_percent(worst)} ({where})",
-                    None,
-                )
-            )
+                if p <= scope.closed[-1]:
+                    run = simulate(generate("interleaved-zb", p, 4 * p, costs=costs))
+                    ideal = 4 * p * _work(costs) + (p - 1) * (costs.forward / 2 + costs.hop)
+                    excess[p] = run.makespan / ideal - 1
+            worst = max(excess, key=lambda p: excess[p])
+            what = f"costs {','.join(cost)}, hop {hop}, v = 2, m = 4p: above work and one way"
+            text = f"at most {_percent(excess[worst])} (p={worst} m={4 * worst})"
+            claims.append(Claim(what, text, None, "measured only", "interleaved-zb"))
     return claims
 
 
@@ -194,33 +123,30 @@ def caps(scope: Scope) -> list[Claim]:
     for p in scope.caps_some:
         low, high = v_cap_limits(p)
         cases += [(p, cap) for cap in sorted({low + 1, p + 2, (low + high) // 2})]
-    above: dict[int, int] = {}
-    paper: dict[int, int] = {}
+    above, paper = Counter[int](), Counter[int]()
     over = []
     for p, cap in cases:
         m = 2 * p
         run = simulate(generate("v-cap", p, m, memory_cap=cap))
         units = int(2 * run.makespan)
-        excess = units - unit_bound(p, m, cap)
-        above[excess] = above.get(excess, 0) + 1
-        excess = units - max(6 * m + 6 * p - 3 * cap - 1, 6 * m + p - 1)
-        paper[excess] = paper.get(excess, 0) + 1
+        above[units - unit_bound(p, m, cap)] += 1
+        paper[units - max(6 * m + 6 * p - 3 * cap - 1, 6 * m + p - 1)] += 1
         over.append((f"p={p} cap={cap}", max(run.peak_sets) <= cap))
     group = "v-cap, F = B = W = 1, no hop, m = 2p; in half-stage passes"
     claims = [
         Claim(
-            group,
             f"above 6m + max(6p - 3k - 1, 3p - 1 - k), {len(cases)} pairs of p and cap",
-            "0 or 1",
             _counts(above),
             max(above) <= 1 and min(above) >= 0,
+            "0 or 1",
+            group,
         ),
         Claim(
-            group,
             "above 6m + max(6p - 3k - 1, p - 1), the bound of the smallest pipelines",
-            "0 or 1",
             _counts(paper),
             max(paper) <= 1,
+            "0 or 1",
+            group,
         ),
         _tally(group, "peak within the cap", "every rank", over),
     ]
@@ -267,11 +193,11 @@ def steady_states() -> list[Claim]:
         fixed = _excess(name, Costs(), costs)
         claims.append(
             Claim(
-                group,
                 f"costs {','.join(cost)}, hop {hop}, {name}'s memory ({cap} sets)",
-                f"at most {_percent(most)}",
                 f"{_percent(found)} (the published {name}: {_percent(fixed)})",
                 found <= most,
+                f"at most {_percent(most)}",
+                group,
             )
         )
     return claims
@@ -297,11 +223,11 @@ def fixed_points() -> list[Claim]:
         units = 2 * run.makespan
         claims.append(
             Claim(
-                "few microbatches",
                 f"{name}, p = m = 4, 6 sets, in half-stage passes",
-                "29, the optimum of an exhaustive search",
                 f"{units}, peak {max(run.peak_sets)} sets",
                 units == 29,
+                "29, the optimum of an exhaustive search",
+                "few microbatches",
             )
         )
     return claims
@@ -319,11 +245,11 @@ def heavy_last_stage() -> list[Claim]:
             gain = 1 - ours.makespan / blind.makespan
             claims.append(
                 Claim(
-                    "last stage 1.5 times as long as the others",
                     f"{name}, p = {p}, m = {m}: order for these costs, over that for equal ones",
-                    "not slower",
                     f"{_percent(gain)} shorter ({_short(blind)} to {_short(ours)})",
                     gain >= 0,
+                    "not slower",
+                    "last stage 1.5 times as long as the others",
                 )
             )
     return claims
@@ -369,23 +295,15 @@ def generation_times(scope: Scope) -> list[Claim]:
         for cost, hop in ((UNIT, "0"), (ATTENTION, "0.03"))
     ]
     cases.append((AUTO, 8, 32, ATTENTION, "0.03", 10))
-    taken: dict[int, list[float]] = {}
-    for _ in range(scope.timed_rounds):
-        for number, (name, pp, microbatches, cost, hop, _) in enumerate(cases):
-            seconds = _generation_seconds(name, pp, microbatches, cost, hop)
-            taken.setdefault(number, []).append(seconds)
+    steps = {case: functools.partial(_generation_seconds, *case[:5]) for case in cases}
     claims = []
-    for number, (name, pp, microbatches, cost, hop, limit) in enumerate(cases):
-        seconds = statistics.median(taken[number])
-        claims.append(
-            Claim(
-                f"{TIMES}, median of {scope.timed_rounds}",
-                f"{name}, p = {pp}, m = {microbatches}, costs {','.join(cost)}, hop {hop}",
-                f"below {limit} s",
-                f"{seconds:.2f} s",
-                seconds < limit,
-            )
-        )
+    for case, taken in alternating(steps, scope.timed_rounds, warm=0).items():
+        name, pp, microbatches, cost, hop, limit = case
+        seconds = statistics.median(taken)
+        what = f"{name}, p = {pp}, m = {microbatches}, costs {','.join(cost)}, hop {hop}"
+        group = f"{TIMES}, median of {scope.timed_rounds}"
+        holds = seconds < limit
+        claims.append(Claim(what, f"{seconds:.2f} s", holds, f"below {limit} s", group))
     return claims
 
 

@@ -78,3 +78,4 @@ SMOKE = Scope(
     timed_rounds=1,
     timed_names=("1f1b", "v-half"),
 )
+SCOPES = {scope.name: scope for scope in (FULL, WIDE, MEDIUM, QUICK, SMOKE)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -111,69 +111,42 @@ def caps_curve(setting: Setting) -> list[Row]:
     ]
 
 
-@dataclass(frozen=True)
-class Loss:
-    """How often ``loser`` has the larger makespan than the best of ``winners``.
-
-    Attributes:
-        lost, settings: in how many settings, of how many.
-        at_no_more_memory: of the lost, where the winner's peak is not larger either.
-        worst: largest ratio of makespans minus one, with the setting and the winner.
-        memory: winner's and loser's peak there, as shares of 1F1B's.
-    """
-
-    loser: str
-    winners: str
-    lost: int
-    settings: int
-    at_no_more_memory: int
-    worst: float
-    where: str
-    memory: tuple[float, float]
-
-
-def losses(rows: Sequence[Row], loser: str, winners: str) -> Loss:
-    """``loser`` against all rows whose name starts with ``winners``."""
-    by_setting: dict[Setting, list[Row]] = {}
+def _by_setting(rows: Iterable[Row]) -> list[list[Row]]:
+    found: dict[Setting, list[Row]] = {}
     for row in rows:
-        by_setting.setdefault(row.setting, []).append(row)
-    lost = count = cheap = 0
-    worst, where, memory = 0.0, "", (0.0, 0.0)
-    for setting, here in by_setting.items():
+        found.setdefault(row.setting, []).append(row)
+    return list(found.values())
+
+
+def _faster(row: Row, than: Row) -> bool:
+    return row.makespan < than.makespan * (1 - 1e-9)
+
+
+def losses(rows: Sequence[Row], loser: str, winners: str) -> dict[str, Any]:
+    """How often ``loser`` has a larger makespan than the best whose name starts with ``winners``.
+
+    Returns:
+        ``lost`` of how many ``settings``; of the lost, where a winner's peak is not larger either
+        (``at_no_more_memory``); the largest ratio of makespans minus one (``worst``), ``where`` it
+        is, and the winner's and loser's ``memory`` there, as shares of 1F1B's.
+    """
+    found: dict[str, Any] = dict.fromkeys(("lost", "settings", "at_no_more_memory"), 0)
+    found |= {"loser": loser, "worst": 0.0, "where": "", "memory": ""}
+    for here in _by_setting(rows):
         mine = next((row for row in here if row.name == loser), None)
         theirs = [row for row in here if row.name.startswith(winners) and row.name != loser]
         if mine is None or not theirs:
             continue
-        count += 1
-        faster = [row for row in theirs if row.makespan < mine.makespan * (1 - 1e-9)]
-        if not faster:
-            continue
-        lost += 1
-        cheap += any(row.peak <= mine.peak for row in faster)
-        best = min(faster, key=lambda row: row.makespan)
-        if mine.makespan / best.makespan - 1 > worst:
-            worst = mine.makespan / best.makespan - 1
-            where = f"{best.name}, {describe(setting)}"
-            memory = best.memory, mine.memory
-    return Loss(loser, winners, lost, count, cheap, worst, where, memory)
-
-
-@dataclass(frozen=True)
-class Faster:
-    """A setting in which a rival is faster than anything of ours with no more memory.
-
-    Attributes:
-        rival: the row of Megatron's or PyTorch's order.
-        ours: our fastest that takes no more memory; None if there is none.
-    """
-
-    rival: Row
-    ours: Row | None
-
-    @property
-    def by(self) -> float:
-        """How much longer ours is, as a share; infinite where there is none."""
-        return float("inf") if self.ours is None else self.ours.makespan / self.rival.makespan - 1
+        found["settings"] += 1
+        faster = [row for row in theirs if _faster(row, mine)]
+        found["lost"] += bool(faster)
+        found["at_no_more_memory"] += any(row.peak <= mine.peak for row in faster)
+        best = min(faster, key=lambda row: row.makespan, default=mine)
+        by = mine.makespan / best.makespan - 1
+        if by > found["worst"]:
+            found |= {"worst": by, "where": f"{best.name}, {describe(best.setting)}"}
+            found["memory"] = f"{best.memory:.2f}, {mine.memory:.2f}"
+    return found
 
 
 def is_rival(row: Row) -> bool:
@@ -181,34 +154,32 @@ def is_rival(row: Row) -> bool:
     return row.name == "1f1b" or row.name.startswith(("torch ", "interleaved v="))
 
 
-def faster_rivals(rows: Sequence[Row]) -> tuple[list[Faster], int]:
-    """Where a rival wins at no less memory than ours, and in how many comparisons of all."""
-    by_setting: dict[Setting, list[Row]] = {}
-    for row in rows:
-        by_setting.setdefault(row.setting, []).append(row)
-    found, count = [], 0
-    for here in by_setting.values():
+def faster_rivals(rows: Sequence[Row]) -> tuple[list[tuple[Row, Row | None, float]], int]:
+    """Where a rival wins at no less memory than ours, and in how many comparisons of all.
+
+    Returns:
+        (the rival, our fastest that takes no more memory, how much longer ours is as a share; None
+        and infinite where there is none) each, and the number of comparisons.
+    """
+    found: list[tuple[Row, Row | None, float]] = []
+    count = 0
+    for here in _by_setting(rows):
         for rival in filter(is_rival, here):
             count += 1
             fitting = [r for r in here if not is_rival(r) and r.peak <= rival.peak]
             best = min(fitting, key=lambda row: row.makespan, default=None)
-            if best is None or best.makespan > rival.makespan * (1 + 1e-9):
-                found.append(Faster(rival, best))
+            by = float("inf") if best is None else best.makespan / rival.makespan - 1
+            if by > 1e-9:
+                found.append((rival, best, by))
     return found, count
 
 
 def dominated(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
     """name -> (settings in which another row is faster and no larger, settings)."""
-    by_setting: dict[Setting, list[Row]] = {}
-    for row in rows:
-        by_setting.setdefault(row.setting, []).append(row)
     found: dict[str, tuple[int, int]] = {}
-    for here in by_setting.values():
+    for here in _by_setting(rows):
         for row in here:
-            beaten = any(
-                other.makespan < row.makespan * (1 - 1e-9) and other.peak <= row.peak
-                for other in here
-            )
+            beaten = any(_faster(other, row) and other.peak <= row.peak for other in here)
             times, total = found.get(row.name, (0, 0))
             found[row.name] = times + beaten, total + 1
     return found
@@ -222,28 +193,23 @@ def describe(setting: Setting) -> str:
     )
 
 
-def from_json(data: dict[str, Any]) -> list[Row]:
+def from_json(rows: Sequence[Sequence[Any]]) -> list[Row]:
     """The rows of a results file."""
     return [
         Row(name, Setting(pp, m, tuple(cost.split(",")), hop), makespan, bubble, peak)
-        for name, pp, m, cost, hop, makespan, bubble, peak in data["rows"]
+        for name, pp, m, cost, hop, makespan, bubble, peak in rows
     ]
 
 
-def to_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """Columns and rows, compact."""
-    columns = ["schedule", "pp", "microbatches", "cost", "hop", "makespan", "bubble", "peak"]
-    data = [
+COLUMNS = ("schedule", "pp", "microbatches", "cost", "hop", "makespan", "bubble", "peak")
+
+
+def to_json(rows: Sequence[Row]) -> list[list[Any]]:
+    """``COLUMNS`` of each."""
+    return [
         [
-            row.name,
-            row.setting.pp,
-            row.setting.microbatches,
-            ",".join(row.setting.cost),
-            row.setting.hop,
-            round(row.makespan, 4),
-            round(row.bubble, 5),
-            round(row.peak, 4),
+            *(row.name, row.setting.pp, row.setting.microbatches, ",".join(row.setting.cost)),
+            *(row.setting.hop, round(row.makespan, 4), round(row.bubble, 5), round(row.peak, 4)),
         ]
         for row in rows
     ]
-    return {"columns": columns, "rows": data}

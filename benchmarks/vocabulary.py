@@ -5,18 +5,14 @@
 
 Three models with the planner's times and bytes on H100, four microbatches a rank. Without: layers
 in equal numbers, and the fastest of the layouts of ``plan/balance.py`` that even out time or bytes.
-With ``--pp-vocab-parallel``: layers in equal numbers. Writes vocabulary.md.
+With ``--pp-vocab-parallel``: layers in equal numbers. Writes
+results/DATE-vocabulary.json and vocabulary.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import platform
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
+from benchmarks import page as pages
+from benchmarks.page import Row
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import gpu_of
 from megatron_ext.plan.layout import even_split
@@ -27,7 +23,6 @@ from megatron_ext.plan.space import SearchSpace
 from megatron_ext.schedule import GENERATORS, ScheduleSpec, select
 from megatron_ext.schedule.effects import peak_sets
 
-HERE = Path(__file__).resolve().parent
 GPU = "H100"
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-min", "v-zb")
 _PLAIN = (
@@ -51,22 +46,6 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One model, number of ranks and schedule: even layers, the best layout, and sharded.
-
-    ``parameters`` are rank 0's parameter bytes over the ranks' mean, even and sharded.
-    """
-
-    model: str
-    pp: int
-    schedule: str
-    even: Point
-    best: Point
-    sharded: Point
-    parameters: tuple[float, float]
-
-
 def job(model: str, pp: int, *, sharded: bool) -> Job:
     """On so many pipeline ranks, with four microbatches a rank."""
     line = f"{_PLAIN} {MODELS[model]} --pipeline-model-parallel-size {pp}"
@@ -81,8 +60,9 @@ def rank_0(point: Point) -> float:
     return own[0] * len(own) / sum(own)
 
 
-def compared(model: str, pp: int, name: str) -> Row:
-    """One row."""
+def row_of(model: str, pp: int, name: str) -> Row:
+    """One row: milliseconds, GiB of the fullest rank and rank 0's parameters over the mean, with
+    even layers, the best layout, and a sharded vocabulary."""
     placement = ScheduleSpec(name, pp, 4 * pp).placement
     whole, sharded = (job(model, pp, sharded=each) for each in (False, True))
     space = SearchSpace(whole, gpu_of(GPU), pp)
@@ -103,88 +83,94 @@ def compared(model: str, pp: int, name: str) -> Row:
     ]
     points = {split.counts: point(whole, split) for split in layouts if split is not None}
     best = min(points.values(), key=Point.key)
-    first, last = points[even.counts], point(sharded, even)
-    return Row(model, pp, name, first, best, last, (rank_0(first), rank_0(last)))
+    kinds = {"even": points[even.counts], "best": best, "sharded": point(sharded, even)}
+    return {
+        "model": model,
+        "pp": pp,
+        "schedule": name,
+        "chunks": placement.chunks,
+        "ms": {kind: float(one.makespan_us) / 1e3 for kind, one in kinds.items()},
+        "gib": {kind: one.worst.total / 2**30 for kind, one in kinds.items()},
+        "parameters": {kind: rank_0(kinds[kind]) for kind in ("even", "sharded")},
+    }
 
 
-def rows(sizes: list[int]) -> Iterator[Row]:
-    """All of them; progress on the terminal."""
+def measure(sizes: str) -> Row:
+    """All rows; progress on the terminal."""
+    rows = []
     for model in MODELS:
-        for pp in sizes:
+        for pp in map(int, sizes.split(",")):
             for name in SCHEDULES:
-                row = compared(model, pp, name)
-                print(row_text(row), flush=True)
-                yield row
+                rows.append(row_of(model, pp, name))
+                print(rows[-1], flush=True)
+    return {"rows": rows}
 
 
-def row_text(row: Row) -> str:
-    """Of the page's table."""
-    points = row.even, row.best, row.sharded
-    times = [float(p.makespan_us) / 1e3 for p in points]
-    sizes = [p.worst.total / 2**30 for p in points]
-    cells = [
-        row.model,
-        str(row.pp),
-        row.schedule + f" ({row.sharded.spec.chunks})" * GENERATORS[row.schedule].any_chunks,
-        *(f"{time:.0f}" for time in times),
-        *(f"{times[2] / time - 1:+.1%}" for time in times[:2]),
-        *(f"{size:.1f}" for size in sizes),
-        *(f"{ratio:.2f}" for ratio in row.parameters),
-    ]
-    return "| " + " | ".join(cells) + " |"
+def page(data: Row) -> str:
+    """The results in Markdown."""
+    rows = data["rows"]
+    gains = [1 - row["ms"]["sharded"] / row["ms"]["best"] for row in rows]
 
+    def where(what: str, than: str) -> str:
+        """In how many rows sharded takes less than another kind, and in which it does not."""
+        kept = [row for row in rows if row[what]["sharded"] >= row[what][than]]
+        names = [f"{r['schedule']} at p={r['pp']} ({r['model'].split(',')[0]})" for r in kept]
+        by = f", by {min(gains):.1%} to {max(gains):.1%}" if what == "ms" else ""
+        word = "faster" if what == "ms" else "fewer"
+        less = f"in {len(rows) - len(kept)} of {len(rows)} rows{by}"
+        return f"{less}; not {word}: {', '.join(names) or 'none'}"
 
-def page(found: list[Row], date: str) -> str:
-    """The Markdown page."""
-    slower = [r for r in found if r.sharded.makespan_us >= r.best.makespan_us]
-    larger = [r for r in found if r.sharded.worst.total >= r.even.worst.total]
-    more = [r for r in found if r.sharded.worst.total >= r.best.worst.total]
-    gains = [1 - float(r.sharded.makespan_us / r.best.makespan_us) for r in found]
+    def over(row: Row, than: str) -> str:
+        return f"{row['ms']['sharded'] / row['ms'][than] - 1:+.1%}"
 
-    def named(some: list[Row]) -> str:
-        each = (f"{r.schedule} at p={r.pp} ({r.model.split(',')[0]})" for r in some)
-        return ": " + ", ".join(each) if some else ""
-
-    return "\n".join(
+    return pages.text_of(
+        pages.head(
+            "A sharded vocabulary",
+            data,
+            "vocabulary",
+            "**simulated, no measurement**, times and bytes are the planner's for H100, m = 4p, "
+            "microbatches of one sample, orders made for these times",
+        ),
+        "The paper (arXiv 2411.05288) measured 5 to 51 % more throughput for 1F1B, and less "
+        "memory. *even*: equally many layers on all stages. *best*: the fastest of that and the "
+        "layouts that even out the ranks' time or bytes by fewer layers on the heavy ranks. "
+        "*sharded*: `--pp-vocab-parallel`, layers as in even. GiB of the fullest rank.",
         [
-            "# A sharded vocabulary",
-            "",
-            f"{date}, Python {platform.python_version()}: `python3 -m benchmarks.vocabulary`. "
-            "**Simulated, no measurement**: times and bytes are the planner's for H100, m = 4p, "
-            "microbatches of one sample, orders made for these times. The paper (arXiv 2411.05288) "
-            "measured 5 to 51 % more throughput for 1F1B, and less memory.",
-            "",
-            "*even*: equally many layers on all stages. *best*: the fastest of that and the "
-            "layouts that even out the ranks' time or bytes by fewer layers on the heavy ranks. "
-            "*sharded*: `--pp-vocab-parallel`, layers as in even. GiB of the fullest rank.",
-            "",
-            f"- Faster than the best layout in {len(found) - len(slower)} of {len(found)} rows, by "
-            f"{min(gains):.1%} to {max(gains):.1%}; not faster{named(slower) or ': none'}.",
-            f"- Fewer bytes than with even layers in {len(found) - len(larger)} of {len(found)} "
-            f"rows; not fewer{named(larger) or ': none'}.",
-            f"- Fewer bytes than the best layout in {len(found) - len(more)} of {len(found)} rows; "
-            f"not fewer{named(more) or ': none'}. Every rank keeps a microbatch's activations "
-            "and up to four microbatches' probabilities more than without.",
-            "",
-            "| model | p | schedule | even, ms | best, ms | sharded, ms | over even | over best | "
-            "even, GiB | best, GiB | sharded, GiB | rank 0's parameters over the mean, even | "
-            "sharded |",
-            "|---|--:|---|" + "--:|" * 10,
-            *map(row_text, found),
-            "",
-        ]
+            f"- Faster than the best layout {where('ms', 'best')}.",
+            f"- Fewer bytes than with even layers {where('gib', 'even')}.",
+            f"- Fewer bytes than the best layout {where('gib', 'best')}. Every rank keeps a "
+            "microbatch's activations and up to four microbatches' probabilities more than "
+            "without.",
+        ],
+        pages.table(
+            {
+                "model": lambda row: row["model"],
+                "p": lambda row: row["pp"],
+                "schedule": lambda row: (
+                    row["schedule"] + f" ({row['chunks']})" * GENERATORS[row["schedule"]].any_chunks
+                ),
+                "even, ms": lambda row: f"{row['ms']['even']:.0f}",
+                "best, ms": lambda row: f"{row['ms']['best']:.0f}",
+                "sharded, ms": lambda row: f"{row['ms']['sharded']:.0f}",
+                "over even": lambda row: over(row, "even"),
+                "over best": lambda row: over(row, "best"),
+                "even, GiB": lambda row: f"{row['gib']['even']:.1f}",
+                "best, GiB": lambda row: f"{row['gib']['best']:.1f}",
+                "sharded, GiB": lambda row: f"{row['gib']['sharded']:.1f}",
+                "rank 0's parameters over the mean, even": lambda row: (
+                    f"{row['parameters']['even']:.2f}"
+                ),
+                "sharded": lambda row: f"{row['parameters']['sharded']:.2f}",
+            },
+            rows,
+        ),
     )
 
 
 def main() -> None:
     """Run and save."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", default="8,16", help="pipeline ranks")
-    parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
-    args = parser.parse_args()
-    found = list(rows([int(size) for size in args.sizes.split(",")]))
-    (args.output / "vocabulary.md").write_text(page(found, args.date))
+    args = pages.parser_of(__doc__, sizes=("8,16", "pipeline ranks")).parse_args()
+    pages.run(args, "vocabulary", lambda: measure(args.sizes), page)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ python scripts/prepare_text_dataset.py --input "$LIBRARY" --glob '*.py' --max-mb
     --output "$OUT/data/stdlib"
 
 # Megatron up to 0.17 adds the end-of-document token to the vocabulary itself.
-VOCABULARY=$(python scripts/demo_report.py vocabulary)
+VOCABULARY=$(python -m scripts.demo_report vocabulary)
 
 # shellcheck disable=SC2054  # the comma belongs to Megatron's --split
 COMMON=(
@@ -67,7 +67,7 @@ train() {
     timeout 1500 python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
         -m megatron_ext.launch --device cpu --loss-log "$OUT/$name.jsonl" \
         pretrain_gpt "${COMMON[@]}" "$@" 2>&1 |
-        python scripts/demo_report.py progress --name "$name" --log "$OUT/$name.log"
+        python -m scripts.demo_report progress --name "$name" --log "$OUT/$name.log"
 }
 
 say "initial weights: one stock step with learning rate 0"
@@ -93,5 +93,5 @@ train ours "$RANKS" "${START[@]}" --save "$OUT/ours" "${OURS[@]}"
 say "result"
 python -m megatron_ext show --schedule "$SCHEDULE" --pp "$RANKS" --microbatches "$MICROBATCHES" \
     --measured "$OUT/trace" --output "$OUT/timeline.svg" >/dev/null
-python scripts/demo_report.py compare --output "$OUT" --schedule "$SCHEDULE" --pp "$RANKS" \
+python -m scripts.demo_report compare --output "$OUT" --schedule "$SCHEDULE" --pp "$RANKS" \
     --microbatches "$MICROBATCHES" --steps "$STEPS"

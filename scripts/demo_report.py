@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -15,7 +14,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-STEP = re.compile(r"iteration +(\d+)/ +(\d+) .*?lm loss: ([-+.\dEe]+|nan|inf)")
+from megatron_ext.prove import run_log
+
 OURS, EVERY = "[megatron_ext]", 10
 # The demo's promise: the model learns, and does so under both schedules.
 START_NATS, END_NATS = 5.0, 3.5
@@ -49,14 +49,14 @@ def progress(options: argparse.Namespace) -> int:
             if line.startswith(OURS) and "--device cpu" not in line:
                 print(f"   {options.name:>8} {line.removeprefix(OURS).strip()}", flush=True)
             text += line
-            for step, steps, loss in STEP.findall(text.replace("\n", " ")):
-                if int(step) > seen:
-                    seen, text = int(step), ""
-                    if seen % EVERY and seen not in (1, int(steps)):
+            for step, steps, values in run_log.steps(text):
+                if step > seen and "lm loss" in values:
+                    seen, text = step, ""
+                    if seen % EVERY and seen not in (1, steps):
                         continue
-                    seconds = time.monotonic() - start
+                    loss, seconds = float(values["lm loss"]), time.monotonic() - start
                     print(
-                        f"   {options.name:>8} step {step:>3}/{steps}  loss {float(loss):.4f}"
+                        f"   {options.name:>8} step {step:>3}/{steps}  loss {loss:.4f}"
                         f"  ({seconds:.0f} s)",
                         flush=True,
                     )
@@ -66,12 +66,6 @@ def progress(options: argparse.Namespace) -> int:
         print(f"{tail}\nerror: this run made no step; its log is {options.log}", file=sys.stderr)
         return 1
     return 0
-
-
-def exact_losses(path: Path) -> dict[int, float]:
-    """Step -> loss, from the launcher's --loss-log, without any rounding."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {x["iteration"]: float.fromhex(x["losses"]["lm loss"]) for x in lines}
 
 
 def weights_differ(one: Path, other: Path) -> tuple[int, list[str]]:
@@ -105,16 +99,6 @@ def weights_differ(one: Path, other: Path) -> tuple[int, list[str]]:
     return len(names), differ
 
 
-def peaks(trace: Path, ranks: int) -> list[int]:
-    """Most activation sets that each rank held at once, as the runtime counted them."""
-    found = []
-    for rank in range(ranks):
-        lines = (trace / f"rank{rank}.jsonl").read_text().splitlines()
-        trained = [json.loads(line) for line in lines]
-        found.append(max(x["peak_sets"] for x in trained if not x["forward_only"]))
-    return found
-
-
 def each(values: Sequence[Fraction]) -> str:
     """One number a rank."""
     return " ".join(f"{float(value):g}" for value in values)
@@ -125,7 +109,7 @@ def compare(options: argparse.Namespace) -> int:
     from megatron_ext.schedule import generate, simulate
 
     out = Path(options.output)
-    stock, ours = exact_losses(out / "stock.jsonl"), exact_losses(out / "ours.jsonl")
+    stock, ours = (run_log.lm_losses(out / f"{name}.jsonl") for name in ("stock", "ours"))
     name, m, pp = options.schedule, options.microbatches, options.pp
     print(f"{'step':>6}  {'stock 1f1b':>20}  {name:>20}")
     shown = sorted(set(range(1, options.steps + 1, max(1, options.steps // 12))) | {options.steps})
@@ -155,7 +139,7 @@ def compare(options: argparse.Namespace) -> int:
     )
     plans = {n: simulate(generate(n, pp, m)) for n in ("1f1b", name)}
     chunks = plans[name].schedule.chunks
-    measured = [Fraction(count, chunks) for count in peaks(out / "trace", pp)]
+    measured = [Fraction(count, chunks) for count in run_log.peak_sets(out / "trace")]
     planned = plans[name].peak_activation
     claim(
         measured == planned,

@@ -82,7 +82,7 @@ sweep() {
         esac
         sweep_row "$start" "$name" "${flags[@]}"
     done
-    "$PYTHON" "$REPO/scripts/sweep_report.py" "$SWEEP_DIR" --pp "$PP" --steps "$STEPS" \
+    "$PYTHON" -m scripts.sweep_report "$SWEEP_DIR" --pp "$PP" --steps "$STEPS" \
         --microbatches "$((GLOBAL_BATCH / (MICRO_BATCH * data_ranks)))" --device "$DEVICE"
 }
 

@@ -12,7 +12,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-STEP = re.compile(r"iteration +(\d+)/ +\d+ \|.*?elapsed time per iteration \(ms\): ([\d.]+)")
+from megatron_ext.prove import run_log
+from megatron_ext.view.table import columns
+
+TIME = "elapsed time per iteration (ms)"
 MEMORY = re.compile(r"\(after \d+ iterations\) memory \(MB\).*?max allocated: ([\d.]+)")
 
 
@@ -29,24 +32,17 @@ def read_run(folder: Path, name: str, steps: int) -> dict[str, Any]:
         ``max_allocated_mib`` of the worst rank (None without a GPU), ``peak_sets`` of the worst
         rank as the runtime counted them (None for stock).
     """
-    losses, log = folder / f"{name}.jsonl", folder / f"{name}.log"
-    lines = losses.read_text().splitlines() if losses.is_file() else []
-    found = {(x := json.loads(line))["iteration"]: x["losses"]["lm loss"] for line in lines}
-    # Ranks write to one log, so a line may be torn by another's: only the order is relied on.
-    text = log.read_text(errors="replace").replace("\n", " ") if log.is_file() else ""
-    times = {int(step): float(time) for step, time in STEP.findall(text)}
-    counted = [time for step, time in times.items() if step > steps // 4]
-    memory = max((float(x) for x in MEMORY.findall(text)), default=0.0)
-    peaks = []
-    for path in (folder / f"{name}.trace").glob("rank*.jsonl"):
-        entries = [json.loads(line) for line in path.read_text().splitlines()]
-        peaks += [x["peak_sets"] for x in entries if not x["forward_only"]]
+    losses, log = run_log.lm_losses(folder / f"{name}.jsonl"), folder / f"{name}.log"
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    times = {step.iteration: step.values.get(TIME) for step in run_log.steps(text)}
+    counted = [float(time) for step, time in times.items() if time and step > steps // 4]
+    memory = max(map(float, MEMORY.findall(text.replace("\n", " "))), default=0.0)
     return {
-        "complete": len(found) == steps and bool(counted),
-        "losses": {step: float.fromhex(x) for step, x in found.items()},
+        "complete": len(losses) == steps and bool(counted),
+        "losses": losses,
         "times_ms": counted,
         "max_allocated_mib": memory or None,
-        "peak_sets": max(peaks, default=None),
+        "peak_sets": max(run_log.peak_sets(folder / f"{name}.trace"), default=None),
     }
 
 
@@ -101,11 +97,7 @@ def table(rows: list[dict[str, Any]], best: float) -> list[str]:
                 "equal" if away == 0 else f"differ by {away:.1e}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(line[1:], widths[1:]))])
-        for line in cells
-    ]
+    return columns(cells)
 
 
 def main() -> int:

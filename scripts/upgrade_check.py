@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import datetime
 import hashlib
 import inspect
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import patching
+from megatron_ext.commands.doctor import facts_of, probe
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTALLED = "installed"
@@ -40,44 +42,40 @@ _ADVICE = (
 # --- One Megatron, in a process of its own ------------------------------------------------------
 
 
-class Binder:
-    """Stands for an installation's ``Hooks``: notes what each hook finds, binds it, takes it back.
+class Binder(probe.Recorder):
+    """Notes what each hook finds, binds it, takes it back.
 
-    Args:
-        version: of Megatron.
-        found: by first target; filled here.
+    Attributes:
+        entries: by first target.
     """
 
-    def __init__(self, version: str, found: dict[str, Any]) -> None:
-        from megatron_ext.integration.hooks import Hooks
-
-        self.version, self.found, self._hooks = version, found, Hooks(version)
-        self.before: dict[str, Any] = {}
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        self.entries: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
 
     def apply(self, hooks: Sequence[Any]) -> None:
         """See ``Hooks``; hooks that do not fit are noted and left out."""
+        super().apply(hooks)
         for hook in hooks:
-            entry: dict[str, Any] = {"why": hook.why, "needs": list(hook.target.parameters)}
-            self.found[hook.target.places[0]] = entry
-            try:
-                target = self._hooks.find(hook)
-                held = _held(target)
-                entry |= {"target": target, "error": None, **describe(held)}
-                self.before.setdefault(target, held)
-                self._hooks.apply([hook])
-            except Exception as error:
-                entry["error"] = f"{error}"
+            entry = self.entries.setdefault(hook.target.places[0], {})
+            entry |= {"why": hook.why, "needs": list(hook.target.parameters)}
+            entry["error"] = self.found[hook.target]
 
-    def report(self) -> str:
-        """See ``Hooks``."""
-        return ""
+    def look(self, hook: Any) -> None:
+        """Find it, describe what is there, and bind it."""
+        target = self.hooks.find(hook)
+        held = _held(target)
+        self.entries[hook.target.places[0]] = {"target": target, **describe(held)}
+        self._before.setdefault(target, held)
+        self.hooks.apply([hook])
 
     def take_back(self) -> list[str]:
         """Revert; returns targets that did not get their original back, or never were ours."""
-        bound = {binding.target for binding in self._hooks.bindings}
-        wrong = [t for t in bound if _held(t) is self.before[t]]
-        self._hooks.revert()
-        return wrong + [t for t, held in self.before.items() if _held(t) is not held]
+        bound = {binding.target for binding in self.hooks.bindings}
+        wrong = [t for t in bound if _held(t) is self._before[t]]
+        self.hooks.revert()
+        return wrong + [t for t, held in self._before.items() if _held(t) is not held]
 
 
 def _held(target: str) -> Any:
@@ -113,13 +111,12 @@ def describe(held: Any) -> dict[str, str]:
 def hooks_here() -> dict[str, Any]:
     """Every hook of every feature, on the Megatron that is importable."""
     from megatron_ext import cpu
-    from megatron_ext.commands.doctor import probe
 
     cpu.install()
     import megatron.training.training  # noqa: F401
     from megatron.core import package_info
 
-    from megatron_ext.integration import Installation, entry_point
+    from megatron_ext.integration import entry_point
     from megatron_ext.integration.versions import ConfigError, untested
 
     version = str(package_info.__version__)
@@ -130,17 +127,12 @@ def hooks_here() -> dict[str, Any]:
         result["note"] = "not supported"
     module: Any = entry_point
     module.require_supported = lambda found: None  # to look at unsupported versions too
-    for group, hook in probe._groups().items():
-        installation, found = Installation(), dict[str, Any]()
-        binder = Binder(version, found)
-        installation.hooks = binder  # type: ignore[assignment]
-        try:
-            hook(installation)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            found[f"({group})"] = {"error": text, "why": "all of it", "needs": []}
+    for group, binder in probe.looked(lambda: Binder(version)):
+        if binder.error is not None:
+            all_of_it = {"error": binder.error, "why": "all of it", "needs": []}
+            binder.entries[f"({group})"] = all_of_it
         result["not_restored"] += binder.take_back()
-        for target, entry in found.items():
+        for target, entry in binder.entries.items():
             known = result["hooks"].setdefault(target, {**entry, "groups": []})
             known["groups"].append(group)
     return result
@@ -168,21 +160,13 @@ def patches_of(checkout: Path) -> dict[str, Any]:
 
 def look_at(name: str, checkout: str) -> dict[str, Any]:
     """One Megatron; ``error`` if it cannot be looked at at all."""
-    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (checkout, str(ROOT))))
+    path = os.pathsep.join(filter(None, (checkout, str(ROOT))))
     command = [sys.executable, "-W", "ignore", "-m", "scripts.upgrade_check", "--one"]
     entry: dict[str, Any] = {"name": name, "commit": _commit(checkout) if checkout else None}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=SECONDS, cwd="/"
-        )
-    except subprocess.TimeoutExpired:
-        return {**entry, "error": f"looking at it took more than {SECONDS} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {**entry, "error": f"it cannot be imported: {last}"}
-    entry |= {**json.loads(lines[-1][7:]), "error": None}
+    found = facts_of(command, SECONDS, PYTHONPATH=path, OMP_NUM_THREADS="1")
+    if "error" in found:
+        return {**entry, "error": f"it cannot be looked at: {found['error']}"}
+    entry |= {**found, "error": None}
     if checkout:
         entry["patches"] = patches_of(Path(checkout))
     return entry
@@ -284,8 +268,9 @@ def main() -> int:
     parser.add_argument("megatrons", nargs="*", metavar="NAME=CHECKOUT")
     options = parser.parse_args()
     if options.one:
-        result = json.dumps(hooks_here())
-        print(f"\nRESULT {result}", flush=True)
+        with contextlib.redirect_stdout(sys.stderr):
+            result = json.dumps(hooks_here())
+        print(f"\n{result}", flush=True)
         os._exit(0)
     entries = []
     for given in options.megatrons:

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.row import beside, figures
 from benchmarks.gpu.sliced import steps
+from benchmarks.page import grid
 from megatron_ext.plan.gpu import gpu_called
 
 
@@ -101,10 +102,8 @@ def unequal(where: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _table(head: str, rows: Sequence[Sequence[Any]]) -> list[str]:
-    """``head``: the columns, ``|`` between them; all but the first right-aligned."""
-    count = head.count("|") + 1
-    lines = [f"| {head} |", "|---|" + "--:|" * (count - 1)]
-    return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
+    """``head``: the columns, ``|`` between them."""
+    return grid(head.split(" | "), rows)
 
 
 def _gib(nbytes: float | None) -> str:

@@ -44,9 +44,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks import page as pages
 from benchmarks.gpu.keep import keep, kept
 from benchmarks.gpu.page import page, wrong
-from benchmarks.ranks import add_arguments, save
 from tests.support.ranks import run_and_leave
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,12 +176,11 @@ def _end(number: int, _: Any) -> NoReturn:
 
 def before(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The parts of the newest results in the folder; their date becomes this run's."""
-    dated = f"????-??-??-{stem(args)}.json"
-    found = sorted((args.output / "results").glob(dated))
-    if not found:
+    found = pages.newest(args, stem(args))
+    if found is None:
         return {}
-    args.date = found[-1].name[:10]
-    parts: dict[str, dict[str, Any]] = json.loads(found[-1].read_text())["rows"]
+    args.date = found["date"]
+    parts: dict[str, dict[str, Any]] = found["rows"]
     return parts
 
 
@@ -199,7 +198,7 @@ def run_all(names: list[str], args: argparse.Namespace, about: dict[str, Any]) -
             parts[name] = run_part(name, args, left) | {"device": about["gpu"]}
             print(f"{name}: {outcome(parts[name])} in {parts[name]['seconds']} s", flush=True)
         parts = {one: parts[one] for one in PARTS if one in parts}
-        save(args, stem(args), parts, about)
+        pages.save(args, stem(args), {**about, "rows": parts})
         write_page(parts, args, about)
     return parts
 
@@ -220,18 +219,23 @@ LEAST = 10
 
 def main() -> int:
     """Run it; returns the exit status: 1 if anything failed or was not equal."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
-    parser.add_argument("--rest", action="store_true", help="only what has no result in DIR yet")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all parts")
-    parser.add_argument("--tiny", action="store_true", help="next to nothing, also on the CPU")
+    parser = pages.parser_of(
+        __doc__,
+        parts=(",".join(PARTS), "comma-separated"),
+        rest=(False, "only what has no result in DIR yet"),
+        seconds=(float("inf"), "for all parts"),
+        tiny=(False, "next to nothing, also on the CPU"),
+    )
     parser.add_argument("--only", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    add_arguments(parser)
     args = parser.parse_args()
     if args.only:
         part(args.only, args, args.into)
         return 0
+    if args.page_of is not None:
+        data = json.loads(args.page_of.read_text())
+        write_page(data["rows"], args, data)
+        return int(bool(wrong(data["rows"])))
     names = args.parts.split(",")
     if unknown := set(names) - set(PARTS):
         parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")

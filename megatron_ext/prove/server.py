@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import run_log
 from .preload import keep_writing_here, preload
 
 HOME = Path(__file__).resolve().parents[2]  # of the package
@@ -80,8 +81,7 @@ class Outcome:
 
     def losses(self) -> list[dict[str, Any]]:
         """One entry an iteration, floats as hexadecimal, from the launcher's ``--loss-log``."""
-        path = self.folder / "losses.jsonl"
-        return [json.loads(x) for x in path.read_text().splitlines()] if path.is_file() else []
+        return run_log.loss_log(self.folder / "losses.jsonl")
 
 
 class ScriptServer:

@@ -1,4 +1,7 @@
-"""The benchmark scripts run on a bare Python and write what they say."""
+"""Every benchmark runs with next to nothing to do, and its committed page is what its results say.
+
+``benchmarks/gpu`` has a test of its own (tests/megatron/test_gpu_suite.py).
+"""
 
 from __future__ import annotations
 
@@ -6,122 +9,110 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support import ROOT
+from tests.support.checkouts import MAIN_TAG, existing
 from tests.support.waiting import PATIENCE
 
-BARE = (sys.executable, "-E", "-s", "-S")  # no package, no environment
+BARE = ("-E", "-s", "-S")  # no package, no environment
+DATE = "2026-01-02"
+Results = dict[str, Any]
 
 
-def test_schedules(repo_root: Path, tmp_path: Path) -> None:
+def run(folder: Path, script: str, options: str, *python: str, status: int = 0) -> str:
+    """Run a benchmark; returns what it printed."""
+    command = [sys.executable, *python, "-m", f"benchmarks.{script}", *options.split()]
+    command += ["--output", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == status, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def miniature(folder: Path, name: str, options: str, *python: str, status: int = 0) -> Results:
+    """Run a benchmark in ``folder``; its results, from which its page comes out again."""
+    script = name.replace("-", "_")
+    run(folder, script, f"{options} --date {DATE}", *python, status=status)
+    path = folder / "results" / f"{DATE}-{name}.json"
+    page = folder / f"{script}.md"
+    text = page.read_text()
+    assert text.startswith("# ") and f"`python -m benchmarks.{script}`, {DATE}" in text
+    run(folder, script, f"--page-of {path}")
+    assert page.read_text() == text
+    assert str(ROOT) not in path.read_text() + text
+    found: Results = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.usefixtures("full_effort")
+def test_schedules(tmp_path: Path) -> None:
     """No package, no environment; torch is compared where there is one, not here."""
-    done = subprocess.run(
-        [
-            *BARE,
-            *("-m", "benchmarks.schedules"),
-            "--smoke",
-            "--no-torch",
-            "--date",
-            "2026-01-02",
-            "--output",
-            str(tmp_path),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    data = json.loads((tmp_path / "results" / "2026-01-02-schedules.json").read_text())
+    data = miniature(tmp_path, "schedules", "--scope smoke --no-torch", *BARE)
     assert (data["scope"], data["torch"]) == ("smoke", None)
     timeless = [c for c in data["claims"] if not c["group"].startswith("generation time")]
-    assert all(claim["holds"] in (True, None) for claim in timeless)
+    assert len(timeless) > 20 and all(claim["holds"] in (True, None) for claim in timeless)
     assert all(len(row) == len(data["columns"]) for row in data["rows"])
     assert ["v-half", 4, 8, "1,1,1", "0", 26.5, 0.09434, 3.0] in data["rows"]
-    page = (tmp_path / "schedules.md").read_text()
-    assert "## Losses" in page
-    assert "python3 -m benchmarks.schedules" in page
-    plot = ElementTree.parse(tmp_path / "results" / "2026-01-02-pareto-1.svg").getroot()
+    assert "## Losses" in (tmp_path / "schedules.md").read_text()
+    plot = ElementTree.parse(tmp_path / "results" / f"{DATE}-pareto-1.svg").getroot()
     assert plot.tag.endswith("svg")
-    assert str(repo_root) not in page + json.dumps(data)
-    assert not (tmp_path / "results" / "2026-01-02-schedules.part").exists()
+    results = tmp_path / "results"
+    assert not (results / f"{DATE}-schedules.part").exists()
+    again = f"--times-again {results / f'{DATE}-schedules.json'} --date 2026-01-03"
+    run(tmp_path, "schedules", again, *BARE)
+    new = json.loads((results / "2026-01-03-schedules.json").read_text())
+    assert (new["rows"], len(new["claims"])) == (data["rows"], len(data["claims"]))
+    assert f"results/{DATE}-pareto-1.svg" in (tmp_path / "schedules.md").read_text()
 
 
-def test_schedules_goes_on_where_it_was_interrupted(repo_root: Path, tmp_path: Path) -> None:
+def test_schedules_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     """What the file of an interrupted run holds is not computed again; the rest is."""
     code = """
 import json, sys
 from dataclasses import replace
 from pathlib import Path
-from benchmarks.schedules import _table
+from benchmarks.schedules import table
 from benchmarks.schedule_scope import SMOKE
 part = Path(sys.argv[1])
-first = _table(SMOKE, False, part)
+first = table(SMOKE, False, part)
 part.write_text(part.read_text().replace('"v-half"', '"of the file"'))
-names = [row.name for row in _table(replace(SMOKE, factors=(2, 3)), False, part)]
+names = [row.name for row in table(replace(SMOKE, factors=(2, 3)), False, part)]
 assert len(names) == 2 * len(first), names
 assert names.count("of the file") == names.count("v-half") == 1, names
-assert [row.name for row in _table(SMOKE, False, Path(sys.argv[2]))] == [r.name for r in first]
+assert [row.name for row in table(SMOKE, False, Path(sys.argv[2]))] == [r.name for r in first]
 """
     files = [str(tmp_path / "one"), str(tmp_path / "two")]
-    done = subprocess.run(
-        [*BARE, "-c", code, *files],
-        cwd=repo_root,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    command = [sys.executable, *BARE, "-c", code, *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
 
 
-def run(repo_root: Path, tmp_path: Path, script: str, options: str, status: int = 0) -> str:
-    """Run a benchmark; returns what it printed."""
-    command = [sys.executable, "-m", f"benchmarks.{script}", *options.split()]
-    command += ["--output", str(tmp_path), "--date", "2026-01-02"]
-    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == status, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def results(repo_root: Path, tmp_path: Path, name: str) -> dict[str, Any]:
-    """The JSON file of a benchmark."""
-    text = (tmp_path / "results" / f"2026-01-02-{name}.json").read_text()
-    assert str(repo_root) not in text
-    return json.loads(text)
-
-
-def test_rivals_that_are_faster_are_named(repo_root: Path) -> None:
+def test_rivals_that_are_faster_are_named() -> None:
     """A table in which a rival wins in one cell, is larger in another, and is alone in a third."""
-    code = """
-import sys
-from benchmarks.schedule_page import _faster
-from benchmarks.schedule_sweep import Row, Setting
-one, two, three = (Setting(4, m, ("1", "1", "1"), "0") for m in (4, 8, 16))
-rows = [
-    Row("torch A", one, 10.0, 0.1, 4.0), Row("v-zb", one, 11.0, 0.1, 4.0),
-    Row("torch A", two, 10.0, 0.1, 5.0), Row("v-zb", two, 10.0, 0.1, 4.0),
-    Row("torch A", three, 10.0, 0.1, 3.0), Row("v-zb", three, 9.0, 0.1, 4.0),
-]
-print("\\n".join(_faster(rows)))
-"""
-    done = subprocess.run(
-        [*BARE, "-c", code], cwd=repo_root, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    assert "In 1 of 3 comparisons" in done.stdout
-    assert "| torch A | 4 | 4 | 1,1,1 | 0 | v-zb | 10.00 % | 1.00, 1.00 |" in done.stdout
-    assert "| torch A | 4 | 16 | 1,1,1 | 0 | none takes as little |  | 0.75 |" in done.stdout
+    from benchmarks.schedule_page import _faster
+    from benchmarks.schedule_sweep import Row, Setting
+
+    one, two, three = (Setting(4, m, ("1", "1", "1"), "0") for m in (4, 8, 16))
+    rows = [
+        *(Row("torch A", one, 10.0, 0.1, 4.0), Row("v-zb", one, 11.0, 0.1, 4.0)),
+        *(Row("torch A", two, 10.0, 0.1, 5.0), Row("v-zb", two, 10.0, 0.1, 4.0)),
+        *(Row("torch A", three, 10.0, 0.1, 3.0), Row("v-zb", three, 9.0, 0.1, 4.0)),
+    ]
+    text, table = _faster(rows)
+    assert "In 1 of 3 comparisons" in text
+    assert "| torch A | 4 | 4 | 1,1,1 | 0 | v-zb | 10.00 % | 1.00, 1.00 |" in table
+    assert "| torch A | 4 | 16 | 1,1,1 | 0 | none takes as little |  | 0.75 |" in table
 
 
-def test_emulated_pipeline(repo_root: Path, tmp_path: Path) -> None:
-    """Next to nothing of it, so that no time can hold: the check says so."""
+def test_emulated_pipeline(tmp_path: Path) -> None:
+    """Next to nothing of it, so that no time can hold: the check reports it."""
     options = "--schedules 1f1b,v-half,v-zb --pp 2 --microbatches 4 --unit-ms 1 --repeats 1"
-    out = run(repo_root, tmp_path, "emulated_pipeline", f"{options} --check", status=1)
-    assert "missed, m = 4: every schedule of ours within 3 % of its simulation" in out
-    rows = {
-        row["name"]: row
-        for row in results(repo_root, tmp_path, "emulated-pipeline")["rows"]["rows"]
-    }
+    data = miniature(tmp_path, "emulated-pipeline", f"{options} --check", status=1)
+    rows = {row["name"]: row for row in data["rows"]}
     assert {"ours v-half", "stock 1f1b", "stock interleaved", "torch ZBVZeroBubble"} < rows.keys()
     for name, row in rows.items():
         assert row["step"] >= row["simulated"], name
@@ -130,68 +121,202 @@ def test_emulated_pipeline(repo_root: Path, tmp_path: Path) -> None:
     assert rows["stock 1f1b"]["simulated"] == rows["ours 1f1b"]["simulated"] == 0.015
     assert rows["torch 1F1B"]["simulated"] == 0.015
     assert rows["ours v-zb"]["simulated"] == 0.0125
-    assert "## m = 4" in (tmp_path / "emulated_pipeline.md").read_text()
+    assert "every schedule of ours within 3 %" in (tmp_path / "emulated_pipeline.md").read_text()
 
 
-def test_executor_overhead(repo_root: Path, tmp_path: Path) -> None:
+def test_executor_overhead(tmp_path: Path) -> None:
     """Next to nothing of it; times are not looked at."""
     options = "--pp 2 --microbatches 4 --steps 1 --rounds 1 --sizes 2x4"
-    run(repo_root, tmp_path, "executor_overhead", options)
-    data = results(repo_root, tmp_path, "executor-overhead")["rows"]
+    data = miniature(tmp_path, "executor-overhead", options)
     passes = {row["name"]: row["passes"] for row in data["rows"]}
     assert passes["stock 1f1b"] == passes["ours in Megatron 1f1b"] == passes["torch 1F1B"] == 8
     assert passes["stock interleaved"] == passes["ours in Megatron interleaved"] == 16
     assert passes["ours v-half"] == 24
-    assert all(row["thread"] > 0 for row in data["rows"])
+    assert all(row["thread"] > 0 for row in data["rows"]) and data["model"] > 0
     assert {row["name"] for row in data["making"]} >= {"ours v-half", "torch ZBVZeroBubble"}
-    assert "## Making a schedule" in (tmp_path / "executor_overhead.md").read_text()
 
 
-def test_offload(repo_root: Path, tmp_path: Path) -> None:
-    """Next to nothing of it: what was planned is what was counted. Times are not looked at."""
+def test_offload(tmp_path: Path) -> None:
+    """What was planned is what was counted; then the host's time, in the same page."""
     options = "--schedules interleaved --ks 0.25 --pp 2 --microbatches 4 --pass-ms 2 --repeats 1"
-    run(repo_root, tmp_path, "offload", options)
-    data = results(repo_root, tmp_path, "offload")
+    data = miniature(tmp_path, "offload", options)
     assert [row["mode"] for row in data["rows"]] == ["none", "half", "full", "auto"]
     assert all(row["sets"] == row["planned_sets"] for row in data["rows"])
     assert data["rows"][2]["moved"] > 0
-    assert "## `interleaved`" in (tmp_path / "offload.md").read_text()
-    run(repo_root, tmp_path, "offload", f"--per-tensor --repeats 1 --against {repo_root}")
-    rounds = results(repo_root, tmp_path, "offload-host")["rounds"]
+    run(tmp_path, "offload", f"--per-tensor --repeats 1 --against {ROOT} --date {DATE}")
+    path = tmp_path / "results" / f"{DATE}-offload-host.json"
+    rounds = json.loads(path.read_text())["rounds"]
     assert [len(rounds[name]) for name in ("now", "before")] == [1, 1]
     text = (tmp_path / "offload.md").read_text()
     assert "## `interleaved`" in text and text.count("## Host time of a saved tensor") == 1
 
 
-def test_lengths(repo_root: Path, tmp_path: Path) -> None:
-    """Two seeds of each distribution; then the page alone, the same again."""
-    command = [*BARE, "-m", "benchmarks.lengths", "--output", str(tmp_path)]
-    more = ["--seeds", "2", "--date", "2026-01-02"]
-    subprocess.run([*command, *more], cwd=repo_root, timeout=PATIENCE, check=True)
-    rows = results(repo_root, tmp_path, "lengths")["rows"]
-    assert len(rows) == 4
-    for row in rows:
-        assert row["idle"]["slices, arranged, search"] < row["idle"]["planned for the mean"] / 3
-    text = (tmp_path / "lengths.md").read_text()
-    assert text.count("| planned for the mean |") == 2
-    again = ["--page-of", str(tmp_path / "results" / "2026-01-02-lengths.json")]
-    subprocess.run([*command, *again], cwd=repo_root, timeout=PATIENCE, check=True)
-    assert (tmp_path / "lengths.md").read_text() == text
-
-
-def test_adaptive(repo_root: Path, tmp_path: Path) -> None:
-    """The smallest cells, and what the page says of them; then the page alone, the same again."""
-    command = [*BARE, "-m", "benchmarks.adaptive", "--most", "32", "--random", "8"]
-    command += ["--output", str(tmp_path), "--date", "2026-01-02"]
-    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=PATIENCE)
-    rows = results(repo_root, tmp_path, "adaptive")["stored"]
+def test_adaptive(tmp_path: Path) -> None:
+    """The smallest cells, and what the page says of them."""
+    command = [sys.executable, *BARE, "-m", "benchmarks.adaptive", "--most", "32", "--random", "8"]
+    command += ["--output", str(tmp_path), "--date", DATE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    path = tmp_path / "results" / f"{DATE}-adaptive.json"
+    rows = json.loads(path.read_text())["stored"]
     lost = sum(row["ours"] > 1.001 * row["theirs"] for row in rows)
     assert len(rows) == 30 and done.returncode == (lost > 0), done.stderr[-2000:]
     assert all(row["bound"] <= row["ours"] and row["peak"] <= row["sets"] for row in rows)
     assert f"{lost} of 30 cells are lost by more than 0.1 %" in done.stdout
     text = (tmp_path / "adaptive.md").read_text()
     assert f"Of 30 cells {lost} are lost" in text and text.count("**+") == 2 * lost
-    again = [*BARE, "-m", "benchmarks.adaptive", "--output", str(tmp_path), "--page-of"]
-    again.append(str(tmp_path / "results" / "2026-01-02-adaptive.json"))
-    subprocess.run(again, cwd=repo_root, capture_output=True, timeout=PATIENCE, check=False)
-    assert (tmp_path / "adaptive.md").read_text() == text
+
+
+def test_lengths(tmp_path: Path) -> None:
+    """Two seeds of each distribution; then the page alone, the same again."""
+    run(tmp_path, "lengths", f"--seeds 2 --date {DATE}", *BARE)
+    path = tmp_path / "results" / f"{DATE}-lengths.json"
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["idle"]["slices, arranged, search"] < row["idle"]["planned for the mean"] / 3
+    text = (tmp_path / "lengths.md").read_text()
+    assert text.count("| planned for the mean |") == 2
+    run(tmp_path, "lengths", f"--page-of {path}", *BARE)
+    assert (tmp_path / "lengths.md").read_text() == text
+
+
+def _moe(data: Results) -> bool:
+    peaks = {row["way"]: row["peak_bytes"] for row in data["rows"]}
+    return len(peaks) == 20 and 0 < peaks["4 s4"] < 0.7 * min(peaks["4 none"], peaks["stock"])
+
+
+def _messages(data: Results) -> bool:
+    return len(data["rows"]) == 24 and all(row["ideal"] <= row["rank"] for row in data["rows"])
+
+
+def _overlap(data: Results) -> bool:
+    stock = [row for row in data["rows"] if row["what"] == "stock combined"]
+    return len(data["rows"]) == 54 and all(row["slower"] == 0 for row in stock)
+
+
+def _equal(data: Results) -> bool:
+    return all(row["same"] for row in data["rows"])
+
+
+def _sharded(data: Results) -> bool:
+    return all(row["step"] >= row["simulated"] for row in data["rows"]) and len(data["rows"]) == 4
+
+
+# Name, options, and what must be so of the results; CHECKOUT stands for one.
+MINIATURES: list[tuple[str, str, Callable[[Results], bool]]] = [
+    ("replan", "--schedules v-zb --pp 2 --microbatches 4 --passes 2,4,2 --rounds 1", _equal),
+    (
+        "vocabulary-run",
+        "--schedules 1f1b,v-zb --pp 2 --microbatches 4 --unit-ms 2 --repeats 1",
+        _sharded,
+    ),
+    ("messages", "--schedules 1f1b,zb-h1", _messages),
+    (
+        "vocabulary",
+        "--sizes 2",
+        lambda data: all(row["ms"]["best"] <= row["ms"]["even"] for row in data["rows"]),
+    ),
+    ("overlap", "--sizes 2", _overlap),
+    (
+        "post-validation",
+        "--schedules v-zb --sizes 2x4 --passes 5,5,5 --iterations 6 --rounds 1",
+        _equal,
+    ),
+    (
+        "overlap-run",
+        "CHECKOUT --pp 2 --microbatches 4 --unit-ms 4 --steps 1",
+        lambda data: all(row["step"] >= row["simulated"] for row in data["rows"]),
+    ),
+]
+
+
+@pytest.mark.version(MAIN_TAG)
+@pytest.mark.parametrize(("name", "options", "holds"), MINIATURES, ids=[m[0] for m in MINIATURES])
+def test_in_miniature(
+    name: str,
+    options: str,
+    holds: Callable[[Results], bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkout = str(existing(MAIN_TAG))
+    monkeypatch.setenv("MEGATRON_LM", checkout)
+    data = miniature(tmp_path, name, options.replace("CHECKOUT", checkout))
+    assert data["rows"] and holds(data)
+
+
+def test_moe(tmp_path: Path) -> None:
+    """Two parts, the newest results of both in one page."""
+    run(tmp_path, "moe", f"--ranks 2 --compute-ms 2 --repeats 1 --parts memory --date {DATE}")
+    assert _moe(json.loads((tmp_path / "results" / f"{DATE}-moe-memory.json").read_text()))
+    options = "--ranks 2 --compute-ms 2 --repeats 1 --parts speed --date 2026-01-03"
+    run(tmp_path, "moe", options)
+    text = (tmp_path / "moe.md").read_text()
+    assert "## Most bytes at once\n\n2026-01-02" in text
+    assert "## Nothing restored\n\n2026-01-03" in text
+
+
+@pytest.mark.version(MAIN_TAG)
+def test_feature_matrix(tmp_path: Path) -> None:
+    """One feature under one schedule, and a page of it."""
+    path = tmp_path / "features.json"
+    options = f"{existing(MAIN_TAG)} --features dropout --schedules 1f1b --json {path}"
+    run(tmp_path, "feature_matrix", options)
+    cells = json.loads(path.read_text())["cells"]
+    assert cells and {cell["result"] for cell in cells} <= {"equal", "no stock"}
+    run(tmp_path, "feature_matrix", f"--page-of {path}")
+    text = (tmp_path / "feature-matrix.md").read_text()
+    assert "| feature | 1f1b |" in text and text.count("\n| ") == 2 + len(cells)
+
+
+@pytest.mark.version(MAIN_TAG)
+def test_prove_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of Megatron's tests, without the search for the findings' smallest flags."""
+    monkeypatch.setenv("MEGATRON_LM", str(existing(MAIN_TAG)))
+    options = f"--part {CORPUS} --no-findings --date {DATE}"
+    run(tmp_path, "prove_corpus", options)
+    lines = (tmp_path / "results" / f"{DATE}-prove-corpus.jsonl").read_text().splitlines()
+    assert {json.loads(line)["status"] for line in lines} == {"equal"}
+    assert "Not complete" not in (tmp_path / "prove_corpus.md").read_text()
+
+
+CORPUS = "gpt/gpt3_mcore_te_tp1_pp4_disable_bias_linear"
+
+
+def test_exact_optima(tmp_path: Path) -> None:
+    """The smallest problems, solved again; the committed ones are what they are."""
+    pytest.importorskip("ortools")
+    path = tmp_path / "optima.json"
+    command = [sys.executable, "-m", "benchmarks.exact_optima", "--seconds", "20", "--most", "4"]
+    subprocess.run([*command, "--file", str(path)], cwd=ROOT, timeout=PATIENCE, check=True)
+    known = {
+        json.dumps([row[key] for key in ("p", "m", "cap_sets", "cost", "hop")]): row
+        for row in json.loads((ROOT / "tests/unit/schedule/exact_optima.json").read_text())["rows"]
+    }
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) >= 6
+    for row in rows:
+        like = known[json.dumps([row[key] for key in ("p", "m", "cap_sets", "cost", "hop")])]
+        assert row["makespan"] == like["makespan"], row
+
+
+PAGES = (
+    *("emulated-pipeline", "executor-overhead", "replan", "offload", "vocabulary", "schedules"),
+    *("vocabulary-run", "overlap-run", "post-validation", "messages", "adaptive", "lengths"),
+)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_committed_pages_are_what_their_results_say(name: str, tmp_path: Path) -> None:
+    """There is one file of results of each, and the page is of it."""
+    results = ROOT / "benchmarks" / "results"
+    (path,) = results.glob(f"????-??-??-{name}.json")
+    (tmp_path / "results").symlink_to(results)  # offload has a section of other results
+    script = name.replace("-", "_")
+    command = [sys.executable, "-m", f"benchmarks.{script}", "--page-of", str(path)]
+    subprocess.run(
+        [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, timeout=PATIENCE
+    )
+    assert (tmp_path / f"{script}.md").read_text() == (
+        ROOT / "benchmarks" / f"{script}.md"
+    ).read_text()

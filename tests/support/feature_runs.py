@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.prove import session
+from megatron_ext.prove.run_log import values
 from megatron_ext.prove.server import Outcome, ScriptServer
 from tests.support.features import BASE, Feature
 
@@ -123,13 +124,12 @@ _NOT_STOCKS = ("time", "throughput", "pipeline bubble", "peak activations")
 
 def logged(outcome: Outcome, world: int) -> list[dict[str, str]]:
     """What Megatron logged, by iteration: every ``name: value`` that is no time and not ours."""
-    text = outcome.log(world - 1)
-    found = []
-    for line in text.splitlines():
-        if re.search(r"iteration +\d+/", line) or "validation loss" in line:
-            pairs = re.findall(r"\| ([^|:]+?)(?: value)?: +(\S+)", line)
-            found.append({k: v for k, v in pairs if not any(word in k for word in _NOT_STOCKS)})
-    return found
+    lines = outcome.log(world - 1).splitlines()
+    shown = (x for x in lines if re.search(r"iteration +\d+/", x) or "validation loss" in x)
+    return [
+        {k: v for k, v in values(line).items() if not any(word in k for word in _NOT_STOCKS)}
+        for line in shown
+    ]
 
 
 def compare(feature: Feature, stock: Outcome, ours: Outcome) -> tuple[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from fractions import Fraction
 
 import pytest
 
@@ -14,6 +13,7 @@ from megatron_ext.reproduce.rows import published
 from megatron_ext.schedule import Simulation, generate, simulate
 from scripts import reference_pages
 from tests.support import ROOT
+from tests.support.closed_forms import FORMS
 
 README = (ROOT / "README.md").read_text()
 CHOOSING = (ROOT / "docs" / "start" / "choosing.md").read_text()
@@ -74,33 +74,19 @@ def test_the_readmes_first_training_example_gains_both() -> None:
             assert cells == [f"{float(100 * one.bubble):.2f} %", f"{peak:.4g}"], name
 
 
-# Of docs/reference/schedules.md, at p ranks and m microbatches.
-MAKESPANS = {
-    "1f1b": lambda p, m: 3 * (m + p - 1),
-    "interleaved": lambda p, m: 3 * m + Fraction(3 * (p - 1), 2),
-    "zb-h1": lambda p, m: 3 * m + p - 1,
-    "v-half": lambda p, m: Fraction(6 * m + 6 * p - 6 * ((p + 2) // 2) - 1, 2),
-    "v-zb": lambda p, m: Fraction(6 * m + p - 1, 2),
-    "zb-h2": lambda p, m: 3 * m + p - 1,
-    "interleaved-zb": lambda p, m: 3 * m + Fraction(p - 1, 2),
-    "v-min": lambda p, m: Fraction(6 * m + 6 * p - 6 * ((p + 4) // 3) - 1, 2),
-    "dualpipev": lambda p, m: 3 * m + p - 1,
-}
-
-
 def test_the_table_of_all_schedules() -> None:
     text = (ROOT / "docs" / "reference" / "schedules.md").read_text()
     found = rows(text, "| schedule | peak, any p")
     names = [row[0].split("`")[1] for row in found]
-    assert {*MAKESPANS, "v-cap", "gis", "gis-h", "po"} == set(names)
+    assert {*FORMS, "v-cap", "gis", "gis-h", "po"} == set(names)
     for name, row in zip(names, found):
         short, long = run(name, 8, 16), run(name, 8, 32)
         assert row[2] == f"{float(max(long.peak_activation)):g}", name
         bubbles = [f"{float(100 * one.bubble):.1f} %" for one in (short, long)]
         assert row[3:5] == bubbles, name
-        if name in MAKESPANS:
+        if name in FORMS:
             for p, m in ((4, 8), (6, 12), (8, 32)):
-                assert run(name, p, m).makespan == MAKESPANS[name](p, m), (name, p, m)
+                assert run(name, p, m).makespan == FORMS[name].makespan(p, m, 2), (name, p, m)
         else:
             assert row[5] == "-", name
     assert [max(run("gis-h", p, 32).peak_activation) for p in (4, 8, 16)] == [3, 6, 12]

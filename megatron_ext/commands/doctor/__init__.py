@@ -87,8 +87,13 @@ def run_probe(checkout: Path | None) -> dict[str, Any]:
     command = [sys.executable, *(["-S"] if sys.flags.no_site else []), "-W", "ignore", str(PROBE)]
     if checkout is not None:
         command.append(str(checkout))
+    return facts_of(command, float(os.environ.get(SECONDS_ENVIRONMENT, PROBE_SECONDS)))
+
+
+def facts_of(command: list[str], seconds: float, **environment: str) -> dict[str, Any]:
+    """The last line that a process prints, as JSON; ``{"error": ...}`` if it comes to no end."""
     # What Megatron compiles or captures for a GPU is not needed, and costs time.
-    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", **environment}
     try:
         done = subprocess.run(
             command,
@@ -96,7 +101,7 @@ def run_probe(checkout: Path | None) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=float(os.environ.get(SECONDS_ENVIRONMENT, PROBE_SECONDS)),
+            timeout=seconds,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}

@@ -15,10 +15,10 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 # One run for each group of hooks: name -> (schedule, its offload, further arguments).
 _RUNS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
@@ -79,26 +79,38 @@ def megatron_facts() -> dict[str, Any]:
     return facts
 
 
-class _Recorder:
-    """Stands for ``Hooks``: what would be bound is looked for and noted."""
+class Recorder:
+    """Stands for ``Hooks``: what would be bound is looked for and noted.
+
+    Attributes:
+        found: by target, what is wrong with it; None: it fits.
+        error: what ended the looking; None: nothing.
+    """
 
     def __init__(self, version: str) -> None:
         from megatron_ext.integration.hooks import Hooks
 
-        self.version = version
-        self._hooks = Hooks(version)
-        self.found: dict[tuple[str, ...], str | None] = {}
+        self.version, self.hooks = version, Hooks(version)
+        self.found: dict[Any, str | None] = {}
+        self.error: str | None = None
 
     def apply(self, hooks: Sequence[Any]) -> None:
         for hook in hooks:
             try:
-                self._hooks.find(hook)
+                self.look(hook)
                 self.found[hook.target] = None
             except Exception as error:
                 self.found[hook.target] = str(error)
 
+    def look(self, hook: Any) -> None:
+        """Raise an exception if a hook does not fit."""
+        self.hooks.find(hook)
+
     def report(self) -> str:
         return ""
+
+
+R = TypeVar("R", bound=Recorder)
 
 
 class _Arguments(SimpleNamespace):
@@ -111,20 +123,27 @@ class _Arguments(SimpleNamespace):
 
 def hooks(version: str) -> dict[str, Any]:
     """Group -> ``{"total": n, "missing": [sentences]}``, as an installation would bind them."""
-    result: dict[str, Any] = {}
-    for group, hook in _groups().items():
-        from megatron_ext.integration import Installation
+    result = {}
+    for group, seen in looked(lambda: Recorder(version)):
+        missing = [error for error in seen.found.values() if error is not None]
+        result[group] = {"total": len(seen.found), "missing": missing}
+        if seen.error is not None:
+            result[group] = {"total": 0, "missing": [seen.error]}
+    return result
 
-        installation = Installation()
-        recorder = installation.hooks = _Recorder(version)  # type: ignore[assignment]
+
+def looked(make: Callable[[], R]) -> Iterator[tuple[str, R]]:
+    """Every group of hooks, and a recorder of ``make`` that has seen it."""
+    from megatron_ext.integration import Installation
+
+    for group, hook in _groups().items():
+        installation, seen = Installation(), make()
+        installation.hooks = seen  # type: ignore[assignment]
         try:
             hook(installation)
         except Exception as error:
-            result[group] = {"total": 0, "missing": [f"{type(error).__name__}: {error}"]}
-            continue
-        missing = [error for error in recorder.found.values() if error is not None]
-        result[group] = {"total": len(recorder.found), "missing": missing}
-    return result
+            seen.error = f"{type(error).__name__}: {error}"
+        yield group, seen
 
 
 def _groups() -> dict[str, Callable[[Any], None]]:

@@ -76,7 +76,7 @@ def _write_run(
 
 
 def _report(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "sweep_report.py"), str(folder)]
+    command = [sys.executable, "-m", "scripts.sweep_report", str(folder)]
     command += ["--pp", "4", "--microbatches", "8", "--steps", "4", "--device", "cuda"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)

@@ -15,7 +15,7 @@ def hook(**changed: Any) -> dict[str, Any]:
 
 
 def entry(name: str, **changed: Any) -> dict[str, Any]:
-    found = {"name": name, "version": "0.19.0", "supported": True, "commit": None, "error": None}
+    found = {"name": name, "version": "0.19.0", "note": "", "commit": None, "error": None}
     return {**found, "hooks": {"m:f": hook()}, "not_restored": [], **changed}
 
 
@@ -39,7 +39,7 @@ def test_what_does_not_fit_says_what_to_do() -> None:
     (text,) = script.problems(entry("new", hooks={"m:f": hook(error="no m:f")}))
     assert text.startswith("new: no m:f; look for what took its place")
     gone = {"state": "does not fit", "error": "no place"}
-    assert "patching.py" in script.problems(entry("main", supported=False, patches=gone))[0]
+    assert "patching.py" in script.problems(entry("main", note="not supported", patches=gone))[0]
     assert script.problems(entry("main", not_restored=["m:f"])) == ["main: m:f was not given back"]
     assert script.problems(entry("main", error="it cannot be imported: x")) != []
     assert script.problems(entry("old")) == []

@@ -32,18 +32,11 @@ from megatron_ext.schedule.generators.blocks import v_half_block, v_zb_block
 from megatron_ext.schedule.generators.building_block import vee_block
 from megatron_ext.schedule.tasks import Tasks
 from tests.support import ROOT
+from tests.support.closed_forms import FORMS, gis_bubble, gis_peaks, half_sets, min_sets
 from tests.support.grids import RANKS, sampled
 from tests.support.work import counted
 
-SIZES = sampled([*range(2, 17), 32], (*RANKS, 16))
-
-
-def half_cap(pp: int) -> int:
-    return 2 * ((pp + 2) // 2)
-
-
-def min_cap(pp: int) -> int:
-    return 2 * ((pp + 4) // 3)
+SIZES = sampled(range(2, 33), (*RANKS, 16))
 
 
 def named_cap(name: str, pp: int, chunks: int) -> int:
@@ -55,8 +48,8 @@ def named_cap(name: str, pp: int, chunks: int) -> int:
         "zb-h1": pp,
         "zb-h2": 2 * pp - 1,
         "interleaved-zb": chunks * pp,
-        "v-min": min_cap(pp),
-        "v-half": half_cap(pp),
+        "v-min": min_sets(pp),
+        "v-half": half_sets(pp),
         "v-zb": 2 * pp,
         "v-cap": 2 * pp,
         "dualpipev": 2 * pp + 1,
@@ -67,83 +60,49 @@ def named_cap(name: str, pp: int, chunks: int) -> int:
 
 
 def microbatch_counts(pp: int) -> list[int]:
+    if pp > 16:
+        return [2 * pp]
     return [2 * pp, 2 * pp + 1, 3 * pp - 1, 5 * pp] if pp < 12 else [2 * pp, 3 * pp - 1]
 
 
 @pytest.mark.parametrize("pp", SIZES)
-def test_1f1b(pp: int) -> None:
-    for m in (1, pp - 1, pp, *microbatch_counts(pp)):
+@pytest.mark.parametrize(
+    ("name", "chunks"), [(name, v) for name, form in FORMS.items() for v in form.chunks]
+)
+def test_closed_forms(name: str, chunks: int | None, pp: int) -> None:
+    """Also where p does not divide m, but for interleaved 1F1B."""
+    form = FORMS[name]
+    counts = microbatch_counts(pp) if form.least > 1 else [pp, pp + 1, *microbatch_counts(pp)]
+    for m in [pp, 2 * pp, 3 * pp] if form.multiple else counts:
+        run = simulate(generate(name, pp, m, chunks))
+        assert run.makespan == form.makespan(pp, m, run.schedule.chunks), m
+        if m > pp or not form.multiple:
+            assert max(run.peak_activation) == form.peak(pp, run.schedule.chunks), m
+        if name in ("zb-h2", "v-zb") and m >= 2 * pp:
+            assert run.span_bubble == 0
+        if name == "zb-h1":
+            assert run.peak_activation == [pp] * pp
+        if name == "1f1b":
+            assert run.peak_activation == [pp - rank for rank in range(pp)]
+
+
+@pytest.mark.parametrize("pp", RANKS)
+def test_1f1b_with_few_microbatches(pp: int) -> None:
+    for m in (1, pp - 1):
         run = simulate(generate("1f1b", pp, m))
-        assert run.makespan == 3 * (m + pp - 1)
+        assert run.makespan == FORMS["1f1b"].makespan(pp, m, 1)
         assert run.peak_activation == [min(m, pp - rank) for rank in range(pp)]
 
 
-@pytest.mark.parametrize("pp", SIZES)
-def test_zb_h1(pp: int) -> None:
-    for m in (pp, pp + 1, *microbatch_counts(pp)):
-        run = simulate(generate("zb-h1", pp, m))
-        assert run.makespan == 3 * m + pp - 1
-        assert run.peak_activation == [pp] * pp
-
-
-@pytest.mark.parametrize("pp", SIZES)
-@pytest.mark.parametrize("chunks", [2, 3, 4])
-def test_interleaved(pp: int, chunks: int) -> None:
-    for m in (pp, 2 * pp, 3 * pp):
-        run = simulate(generate("interleaved", pp, m, chunks))
-        assert run.makespan == 3 * m + Fraction(3 * (pp - 1), chunks)
-        if m > pp:
-            assert max(run.peak_activation) == pp * (1 + Fraction(pp - 1, pp * chunks))
-
-
-@pytest.mark.parametrize("pp", SIZES)
-def test_v_zb(pp: int) -> None:
-    for m in (pp, pp + 1, *microbatch_counts(pp)):
-        run = simulate(generate("v-zb", pp, m))
-        assert run.makespan == Fraction(6 * m + pp - 1, 2)
-        assert max(run.peak_sets) == 2 * pp
-        if m >= 2 * pp:
-            assert run.span_bubble == 0
-
-
-@pytest.mark.parametrize("pp", SIZES)
-def test_v_half(pp: int) -> None:
-    k = half_cap(pp)
-    for m in (pp, pp + 1, *microbatch_counts(pp)):
-        run = simulate(generate("v-half", pp, m))
-        # At p=2 the cap is 1F1B's memory; the first term would be less than the work of a rank.
-        assert run.makespan == Fraction(max(6 * m + 6 * pp - 3 * k - 1, 6 * m + pp - 1), 2)
-        assert run.makespan <= Fraction(6 * m + 6 * pp - 3 * k - 1, 2) or pp == 2
-        assert max(run.peak_sets) == k
-
-
-@pytest.mark.parametrize("pp", sampled(range(2, 33), (*RANKS, 32)))
-def test_v_min(pp: int) -> None:
-    """The bound for every p: 4 chunk units less than the published order where p mod 3 = 2."""
-    k = min_cap(pp)
-    for m in (pp, pp + 1, *microbatch_counts(pp)) if pp < 17 else (2 * pp,):
-        run = simulate(generate("v-min", pp, m))
-        assert run.makespan == Fraction(max(6 * m + 6 * pp - 3 * k - 1, 6 * m + pp - 1), 2)
-        assert max(run.peak_sets) == k
-
-
-@pytest.mark.parametrize("pp", SIZES)
-def test_zb_h2(pp: int) -> None:
-    for m in (2 * pp - 1, *microbatch_counts(pp)):
-        run = simulate(generate("zb-h2", pp, m))
-        assert run.makespan == 3 * m + pp - 1
-        assert run.span_bubble == 0
-        assert max(run.peak_activation) == 2 * pp - 1
-
-
-@pytest.mark.parametrize("pp", SIZES)
-@pytest.mark.parametrize("chunks", [2, 3, 4])
-def test_interleaved_zb(pp: int, chunks: int) -> None:
-    """m(F+B+W) + (p-1)F/v at 1F1B's memory, also where p does not divide m."""
-    for m in range(2 * pp, 3 * pp) if pp < 6 else (2 * pp, 2 * pp + 1):
-        run = simulate(generate("interleaved-zb", pp, m, chunks))
-        assert run.makespan == 3 * m + Fraction(pp - 1, chunks)
-        assert max(run.peak_activation) == pp
+def test_zb_h2_and_interleaved_zb_where_their_memory_just_fits() -> None:
+    """The fewest microbatches for which the closed form holds."""
+    for pp in RANKS:
+        for name, m in (
+            ("zb-h2", 2 * pp - 1),
+            *(("interleaved-zb", m) for m in range(2 * pp, 3 * pp)),
+        ):
+            run = simulate(generate(name, pp, m))
+            assert run.makespan == FORMS[name].makespan(pp, m, run.schedule.chunks)
 
 
 def test_a_long_run_takes_what_is_fastest_for_fewer_microbatches() -> None:
@@ -160,19 +119,15 @@ def test_gis_memory_and_bubble(pp: int) -> None:
         for chunks in (2, 3):
             for m in (group, 4 * group):
                 for cost in ((1, 1, 1), (2, 3, 1), (1, 1, 2), (2, 4, 3)):
-                    f, b, w = cost
                     costs = Costs.of(*(chunks * x for x in cost))
                     schedule = generate("gis", pp, m, chunks, group_size=group)
                     run = simulate(schedule, costs)
-                    assert run.peak_sets == [
-                        min(m * chunks, min(group, m) * (chunks - 1) + pp - i) for i in range(pp)
-                    ]
-                    hole = (pp - group) * f + max(0, pp * b - group * (b + w))
-                    bubble = (pp - 1) * (f + b) + (chunks - 1) * hole
-                    assert run.makespan - m * chunks * (f + b + w) == bubble
+                    assert run.peak_sets == gis_peaks(pp, m, chunks, group)
+                    bubble = gis_bubble(pp, group, chunks, costs)
+                    assert run.makespan - m * chunks * sum(cost) == bubble
             for m in range(1, 3 * group, 1 if pp < 6 else 3):
                 run = simulate(generate("gis", pp, m, chunks, group_size=group))
-                most = [min(m * chunks, min(group, m) * (chunks - 1) + pp - i) for i in range(pp)]
+                most = gis_peaks(pp, m, chunks, group)
                 assert all(x <= y for x, y in zip(run.peak_sets, most))
     half = -(-pp // 2)
     assert generate("gis-h", pp, 9).ranks == generate("gis", pp, 9, group_size=half).ranks
@@ -292,18 +247,9 @@ def test_objective_span() -> None:
         assert plain.makespan <= span.makespan
 
 
-@pytest.mark.parametrize("pp", sampled(range(17, 32), (23,)))
-def test_v_schedules_at_every_size(pp: int) -> None:
-    m, k = 2 * pp, half_cap(pp)
-    half, zero = simulate(generate("v-half", pp, m)), simulate(generate("v-zb", pp, m))
-    assert half.makespan == Fraction(6 * m + 6 * pp - 3 * k - 1, 2)
-    assert zero.makespan == Fraction(6 * m + pp - 1, 2)
-    assert (max(half.peak_sets), max(zero.peak_sets)) == (k, 2 * pp)
-
-
 def test_v_half_with_few_microbatches_meets_the_bound_once_memory_binds() -> None:
     for pp in (3, 4, 5, 6, 7, 8, 11, 16):
-        k = half_cap(pp)
+        k = half_sets(pp)
         for m in range(1, pp):
             makespan = 2 * simulate(generate("v-half", pp, m)).makespan
             if 2 * m > k:
