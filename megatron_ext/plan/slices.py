@@ -50,8 +50,6 @@ CONFLICTS = (
         "--window-size", "no kernel was tested that has both; drop it, or use "
         "--transformer-impl local"
     ),
-    Conflict("--sft", "packed documents are not cut; drop it"),
-    Conflict("--use-packed-sequences", "packed documents are not cut; drop it"),
     Conflict("--enable-hyper-connections", "their streams are not cut; drop it"),
     Conflict("--hybrid-layer-pattern", "recurrent layers have no slices; drop it"),
     Conflict("--hybrid-override-pattern", "recurrent layers have no slices; drop it"),
@@ -66,6 +64,7 @@ CONFLICTS = (
     Conflict("--pp-vocab-parallel", _WHOLE),
 )  # fmt: skip
 
+PACKED = ("--sft", "--dataloader-inter-document-masking")  # they pack documents in sequences
 NUMBERS = (2, 4)  # of slices that a search tries
 LONG = 16_384  # tokens of a sequence that is worth cutting whatever the microbatches
 NOT_WITH = ("dualpipev",)  # its passes run in pairs

@@ -18,6 +18,9 @@ MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 
 --untie-embeddings-and-output-weights --ckpt-format torch_dist"""
 ROPE = """--position-embedding-type rope --group-query-attention --num-query-groups 2 --swiglu
 --normalization RMSNorm --disable-bias-linear"""
+# Mock documents have 1 to 4095 tokens.
+PACKED = """--dataloader-inter-document-masking --micro-batch-size 1 --seq-length 1024
+--max-position-embeddings 1024"""
 
 Run = Callable[..., list[float]]
 
@@ -98,9 +101,10 @@ def test_options(train: Run, flags: str, model: str) -> None:
 
 
 @pytest.mark.matrix
-def test_tensor_parallel_ranks(train: Run) -> None:
+@pytest.mark.parametrize("model", ["", PACKED])
+def test_tensor_parallel_ranks(train: Run, model: str) -> None:
     """Slices of multiples of their number, where activations are split along the sequence."""
-    flags = "--tensor-model-parallel-size", "2", "--sequence-parallel"
+    flags = "--tensor-model-parallel-size", "2", "--sequence-parallel", *model.split()
     whole = train("--pp-schedule", "1f1b", *flags, ranks=4)
     assert close(train("--pp-schedule", "v-half", "--pp-slices", "3", *flags, ranks=4), whole)
 

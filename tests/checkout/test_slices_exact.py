@@ -17,7 +17,7 @@ from megatron_ext.prove.server import ScriptServer
 from megatron_ext.prove.session import Session
 from megatron_ext.prove.shrink import Shrunk
 from megatron_ext.prove.tensors import read
-from tests.support import unhooked_slices
+from tests.support import short_documents, unhooked_slices
 from tests.support.checkouts import MAIN_TAG, existing, nightly
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 22
@@ -212,6 +212,28 @@ def test_attention(sessions: Sessions, flags: str) -> None:
     run, given = sessions(flags, 2)
     require_exact(run, given)
     assert from_whole(run, given) < 1e-14
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--pp-schedule zb-h1 {ROPE}",
+        nightly(f"{EXPERTS} {SEQUENCE} --mtp-num-layers 0 {FULL}"),
+        nightly(f"{LATENT} --rope-type yarn --pp-slices 5"),
+        nightly("--mtp-num-layers 1 --position-embedding-type rope"),
+    ],
+)
+def test_packed_documents(
+    sessions: Sessions, flags: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Slices cut documents of 1 to 8 tokens, each with its own positions and attention."""
+    monkeypatch.setattr(session, "RECORDER", Path(short_documents.__file__))
+    run, given = sessions(f"--dataloader-inter-document-masking --micro-batch-size 1 {flags}", 2)
+    if "--mtp-num-layers 1" in flags:
+        require_one_sum(run, given, 2, tmp_path)
+    else:
+        require_exact(run, given)
+        assert from_whole(run, given) < 1e-14
 
 
 @pytest.mark.matrix

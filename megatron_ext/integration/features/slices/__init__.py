@@ -7,7 +7,8 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ....plan.slices import CONFLICTS, FLAG
+from ...._input import attribute
+from ....plan.slices import CONFLICTS, FLAG, PACKED
 from ....releases import parse
 from ....schedule import AUTO
 from ...arguments import MegatronArgs
@@ -109,10 +110,11 @@ class Slices(Feature):
 
 def _wanted(args: MegatronArgs) -> Sequence[Wanted]:
     """What the flags ask for, one cut or several to choose from; empty: whole sequences."""
-    count, cut = args.pp_slices, args.pp_slice_cut
+    count, even = args.pp_slices, args.pp_slice_cut == "even"
+    packed = any(getattr(args, attribute(name), False) for name in PACKED)
     if isinstance(count, str):
-        return [Wanted(number, cut == "even") for number in _NUMBERS]
-    return [Wanted(count, cut == "even")] if count is not None and count > 1 else ()
+        return [Wanted(number, even, packed) for number in _NUMBERS]
+    return [Wanted(count, even, packed)] if count is not None and count > 1 else ()
 
 
 def _implementations(run: Run) -> Sequence[str]:

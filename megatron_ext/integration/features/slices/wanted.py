@@ -20,10 +20,13 @@ class Wanted:
     Attributes:
         count: slices of a sequence.
         even: they are of equal lengths; else they take equally long.
+        packed: documents are packed in sequences, so that attention looks back by one only, which
+            is taken as free.
     """
 
     count: int
     even: bool
+    packed: bool = False
 
     def cut(self, tokens: int, config: Any) -> Cut:
         """Of sequences of ``tokens``.
@@ -35,7 +38,7 @@ class Wanted:
         Raises:
             ConfigError: there are fewer tokens than slices.
         """
-        attention = attention_share(tokens, config.hidden_size)
+        attention = attention_share(tokens, config.hidden_size) * (not self.packed)
         try:
             return Cut.of(tokens, self.count, attention, _multiple(config), self.even)
         except ValueError as error:
