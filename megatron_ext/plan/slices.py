@@ -61,7 +61,8 @@ CONFLICTS = (
     Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
     Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
              beside="--multi-latent-attention"),
-    Conflict("--pp-vocab-parallel", _WHOLE),
+    Conflict("--pp-vocab-parallel", "tokens behind a slice would be missing; drop one of them",
+             beside="--mtp-num-layers"),
 )  # fmt: skip
 
 PACKED = ("--sft", "--dataloader-inter-document-masking")  # they pack documents in sequences

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -114,6 +114,40 @@ def test_data_parallel_ranks(train: Run) -> None:
     flags = "--use-distributed-optimizer", "--overlap-grad-reduce"
     whole = train("--pp-schedule", "1f1b", *flags, ranks=4)
     assert close(train("--pp-schedule", "v-zb", "--pp-slices", "3", *flags, ranks=4), whole)
+
+
+VOCABULARY = "--pp-vocab-parallel", "--pp-slices", "3"
+PADDED = f"{ROPE} --make-vocab-size-divisible-by 64"  # as for all ranks
+
+
+@pytest.mark.parametrize(
+    ("schedules", "flags"),
+    [
+        (("v-half",), ""),
+        nightly(("1f1b", "zb-h1", "v-zb"), ""),
+        nightly(("zb-h1 --pp-vocab-chunks 2", "v-half --pp-vocab-chunks 2"),
+                "--calculate-per-token-loss"),
+        nightly(("v-half",), "--recompute-granularity full --recompute-method uniform "
+                "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce"),
+    ],
+)  # fmt: skip
+def test_sharded_vocabulary(train: Run, schedules: Sequence[str], flags: str) -> None:
+    """Each slice has its own passes of the vocabulary; the order changes no bit."""
+    whole = train("--pp-schedule", "1f1b", *flags.split(), model=PADDED)
+    found = [
+        train("--pp-schedule", *one.split(), *VOCABULARY, *flags.split(), model=PADDED)
+        for one in schedules
+    ]
+    assert close(found[0], whole) and found == found[:1] * len(found)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", ["", PACKED])
+def test_sharded_vocabulary_of_tensor_parallel_ranks(train: Run, model: str) -> None:
+    flags = "--tensor-model-parallel-size", "2", "--sequence-parallel", *model.split()
+    whole = train("--pp-schedule", "1f1b", *flags, model=PADDED, ranks=4)
+    found = train("--pp-schedule", "v-half", *VOCABULARY, *flags, model=PADDED, ranks=4)
+    assert close(found, whole)
 
 
 def test_the_log_and_the_trace_know_slices(

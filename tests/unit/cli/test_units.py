@@ -144,7 +144,6 @@ def test_pictures_name_slices(run, tmp_path, suffix):
         (["--microbatch-cost", "nowhere"], "--microbatch-cost nowhere: No such file"),
         (["--reorder-microbatches"], "--reorder-microbatches orders by --microbatch-cost"),
         (["--slices", "2", "--jitter", "0.1"], "a jitter of pass times takes whole microbatches"),
-        (["--slices", "2", "--vocabulary", "1,1,1,1"], "a sharded vocabulary takes whole"),
         (["--slices", "2", "--exchange", ".1,.1"], "communication of experts in the costs takes"),
     ],
 )

@@ -69,7 +69,7 @@ def _forward(
         output = original(*bound.args, **bound.kwargs)
     finally:
         whole.clear()
-    if model.post_process:
+    if model.post_process and output.dim() == 2:  # not hidden states, as of a sharded vocabulary
         output = torch.nn.functional.pad(output, (begin, slicing.tokens - end))
     return output
 
