@@ -302,6 +302,28 @@ class WeightGradStore:
                 if finish and done is not None and not left[id(parameter)]:
                     done(parameter)
 
+    def join(self, keys: Sequence[Hashable]) -> None:
+        """Let ``run`` of the first of ``keys`` do the work of all.
+
+        What B passes have postponed of the same parameters becomes one task where its rows can be
+        joined, in the order of the keys. Of the rest each is added to ``main_grad`` by itself, the
+        last key's first, as their B passes have run.
+
+        Args:
+            keys: of B passes that have run.
+        """
+        groups: dict[tuple[Any, ...], list[_Work]] = {}
+        for key in reversed(keys):
+            uses = Counter[tuple[int, ...]]()
+            for work in self._work.pop(key):
+                of = tuple(map(id, work.parameters))
+                uses[of] += 1
+                groups.setdefault((of, uses[of]), []).append(work)
+        first, *others = keys
+        self._work[first] = [work for group in groups.values() for work in _merged(group)]
+        for key in others:
+            self._parameters[first] |= self._parameters.pop(key)
+
     def clear(self) -> None:
         """Forget everything: after an exception no stale work may reach the next iteration."""
         self._work.clear()
@@ -329,6 +351,19 @@ def _add_to(before: Any, parameter: Any) -> None:
         new, parameter.grad = parameter.grad, before
         if new is not None:
             before.add_(new)
+
+
+def _merged(group: Sequence[_Work]) -> Sequence[_Work]:
+    """Work for the same parameters, the last rows first: one task if rows can be joined."""
+    *_, first = group
+    if all(work.task is not None and all(map(_can_join, work.rows)) for work in group):
+        return [first._replace(rows=[rows for work in reversed(group) for rows in work.rows])]
+    return [
+        work
+        if work.task is None
+        else work._replace(task=functools.partial(_next_part, work.task, work.parameters))
+        for work in group
+    ]
 
 
 def _can_join(rows: Rows) -> bool:

@@ -155,11 +155,13 @@ def test_a_profile(sessions: Sessions, tmp_path: Path) -> None:
     assert "the order stays" in log or "re-planned" in log
 
 
-def require_one_sum(run: Session, flags: Flags, ranks: int, tmp_path: Path) -> None:
+def require_one_sum(
+    run: Session, flags: Flags, ranks: int, tmp_path: Path, other_name: str = "1f1b"
+) -> None:
     """Where one process adds in another order than ranks do, two schedules have the same bits."""
     assert from_whole(run, flags) < 1e-14
     one = run.check("v", flags)
-    flags.set("--pp-schedule", "1f1b")
+    flags.set("--pp-schedule", other_name)
     other = run.check("row", flags)
     assert one.status == other.status == "equal", (one, other)
     (v,), (row,) = tmp_path.glob("*-v"), tmp_path.glob("*-row")
@@ -234,6 +236,32 @@ def test_packed_documents(
     else:
         require_exact(run, given)
         assert from_whole(run, given) < 1e-14
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ROPE,
+        nightly(f"{EXPERTS} {ALL_LOSSES} {FULL}"),
+        nightly("--pp-offload half --pp-offload-time 0.1"),
+        nightly("--calculate-per-token-loss --pp-slice-cut even"),
+    ],
+)
+def test_joined_weights(sessions: Sessions, flags: str, tmp_path: Path) -> None:
+    """One product for all slices of a microbatch: the bits of no other sum, but of any schedule."""
+    run, given = sessions(f"--pp-slice-weights joined {flags}", 2)
+    require_one_sum(run, given, 2, tmp_path, "zb-h1")
+    logs = [log.read_text() for log in tmp_path.glob("*-v/rank*.log")]
+    found = [re.findall(r"peak activations: ([\d.]+) microbatches \(plan ([\d.]+)\)", log)
+             for log in logs]  # fmt: skip
+    assert all(a == b for one in found for a, b in one) and any(found)
+    # Each of the two is another sum than one process with a W for every slice.
+    (joined,) = tmp_path.glob("*-v")
+    given.drop("--pp-slice-weights")
+    assert run.check("each", given).status == "equal"
+    (each,) = tmp_path.glob("*-each")
+    made = compare(joined, 2, each, STEPS, "exact", 2)
+    assert any(one.key.what == "gradient" for one in made.differences)
 
 
 @pytest.mark.matrix

@@ -124,6 +124,16 @@ class TestFlags:
         with pytest.raises(ConfigError, match="auto chooses by the microbatches and tokens"):
             Slices().check(run)
 
+    def test_one_weight_pass_for_all_slices(self) -> None:
+        for name, joined in (("v-half", True), ("1f1b", True), ("1f1b", False)):
+            request = checked(name, pp_slice_weights="joined" if joined else "each").request
+            assert request is not None and request.cut is not None
+            assert request.cut.joined == joined
+            refused = pytest.raises(ConfigError, match="1f1b has no W passes of their own to join")
+            with refused if name == "1f1b" and joined else contextlib.nullcontext():
+                made = request.resolve(2, None, 4).plan(4)
+                assert made.joined == joined
+
     def test_pairs_have_no_slices(self) -> None:
         request = checked("dualpipev").request
         assert request is not None

@@ -159,7 +159,7 @@ def test_the_explorer_offers_flags_of_slices_that_training_takes():
         ("--slices 1", base),
         ("--slices 4", f"{base} --pp-slices 4"),
         ("--slices 4 --slice-cut even", f"{base} --pp-slices 4 --pp-slice-cut even"),
-        ("--slices 4 --slice-weights joined", ""),
+        ("--slices 4 --slice-weights joined", f"{base} --pp-slices 4 --pp-slice-weights joined"),
         ("--slices 4 --objective span", ""),
         ("--slices 1,2,1,1", ""),
         ("--microbatch-cost 1,2,1,1", ""),

@@ -211,6 +211,19 @@ class SliceRunner(MegatronRunner):
         if not unit.slice:
             self._slicing.ended(of.chunk, unit.microbatch)
 
+    def weight(self, chunk: int, microbatch: int) -> None:
+        unit = _unit(microbatch)
+        cut = self._cuts.get(chunk, unit.microbatch)
+        if not cut.joined:
+            super().weight(chunk, unit)
+            return
+        # Those of its microbatch; W is named after the first one, whose B was the last.
+        every = [Unit(unit + k, unit.microbatch, k) for k in range(len(cut.ends))]
+        self._store.join([(chunk, one) for one in every])
+        super().weight(chunk, unit)
+        for one in every[1:]:
+            self._finished(chunk, one)
+
     def _is_last(self, microbatch: int) -> bool:
         unit = _unit(microbatch)
         return unit.microbatch == self._it.num_microbatches - 1 and not unit.slice
