@@ -35,7 +35,6 @@ CONFLICTS = (
     Conflict("--moe-router-force-load-balancing", "its random numbers are a call's; drop it"),
     Conflict("--moe-router-force-biased", "its random numbers are a call's; drop it"),
     Conflict("--moe-enable-routing-replay", "it replays calls; drop it"),
-    Conflict("--moe-pipeline-chunks", _WHOLE, off=("off",)),
     Conflict("--transformer-impl", "its attention is not cut; use local or transformer_engine",
              off=("local", "transformer_engine")),
     Conflict("--use-legacy-models", "its attention is not cut; drop it"),

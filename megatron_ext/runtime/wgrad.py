@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -303,24 +303,9 @@ class WeightGradStore:
                     done(parameter)
 
     def join(self, keys: Sequence[Hashable]) -> None:
-        """Let ``run`` of the first of ``keys`` do the work of all.
-
-        What B passes have postponed of the same parameters becomes one task where its rows can be
-        joined, in the order of the keys. Of the rest each is added to ``main_grad`` by itself, the
-        last key's first, as their B passes have run.
-
-        Args:
-            keys: of B passes that have run.
-        """
-        groups: dict[tuple[Any, ...], list[_Work]] = {}
-        for key in reversed(keys):
-            uses = Counter[tuple[int, ...]]()
-            for work in self._work.pop(key):
-                of = tuple(map(id, work.parameters))
-                uses[of] += 1
-                groups.setdefault((of, uses[of]), []).append(work)
+        """Let ``run`` of the first of ``keys``, of B passes, do the work of all: ``_of_all``."""
         first, *others = keys
-        self._work[first] = [work for group in groups.values() for work in _merged(group)]
+        self._work[first] = _of_all(self._work.pop(key) for key in reversed(keys))
         for key in others:
             self._parameters[first] |= self._parameters.pop(key)
 
@@ -351,6 +336,22 @@ def _add_to(before: Any, parameter: Any) -> None:
         new, parameter.grad = parameter.grad, before
         if new is not None:
             before.add_(new)
+
+
+def _of_all(passes: Iterable[Sequence[_Work]]) -> list[_Work]:
+    """What B passes have postponed, as the work of one.
+
+    Work for the same parameters becomes one task where its rows can be joined; later passes have
+    earlier rows. Of the rest each is added to ``main_grad`` by itself, in the order of the passes.
+    """
+    groups: dict[tuple[Any, ...], list[_Work]] = {}
+    for queue in passes:
+        uses = Counter[tuple[int, ...]]()
+        for work in queue:
+            of = tuple(map(id, work.parameters))
+            uses[of] += 1
+            groups.setdefault((of, uses[of]), []).append(work)
+    return [work for group in groups.values() for work in _merged(group)]
 
 
 def _merged(group: Sequence[_Work]) -> Sequence[_Work]:

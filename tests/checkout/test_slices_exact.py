@@ -264,6 +264,21 @@ def test_joined_weights(sessions: Sessions, flags: str, tmp_path: Path) -> None:
     assert any(one.key.what == "gradient" for one in made.differences)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--moe-pipeline-chunks 2 {ALL_LOSSES}",
+        nightly(f"--moe-pipeline-chunks 2 --moe-memory-reuse s1 {AUX} --pp-slice-weights joined"),
+        nightly(f"--moe-pipeline-chunks 4 --moe-memory-reuse s4 {SEQUENCE} {BIAS}"),
+        nightly(f"--moe-pipeline-chunks auto {GLOBAL}"),
+    ],
+)
+def test_experts_in_chunks(sessions: Sessions, flags: str, tmp_path: Path) -> None:
+    """Every slice's tokens in chunks of their own: sums of other parts than in one process."""
+    run, given = sessions(f"{EXPERTS} {flags}", 2)
+    require_one_sum(run, given, 2, tmp_path, "zb-h1")
+
+
 @pytest.mark.matrix
 def test_one_slice_is_the_whole(sessions: Sessions, tmp_path: Path) -> None:
     """Bit for bit the run without the flag; three slices are not."""

@@ -14,6 +14,7 @@ import torch
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Run
+from megatron_ext.integration.features.moe.in_flight import of_whole
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.slice_count import with_slices
 from megatron_ext.integration.features.slices import Slices
@@ -27,7 +28,7 @@ from megatron_ext.integration.features.slices.run import (
 )
 from megatron_ext.integration.features.slices.state import Cuts, Slicing
 from megatron_ext.integration.features.slices.wanted import Wanted
-from megatron_ext.schedule import NAMES, Costs
+from megatron_ext.schedule import NAMES, Costs, generate
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
 
@@ -306,3 +307,13 @@ def test_every_microbatch_is_cut_for_its_own_length() -> None:
         keys = torch.zeros(3, 1, 1, 4)
         with pytest.raises(ConfigError, match="slice 0/0 has tokens 0 to 2 of 4, but a layer has"):
             attended(slicing, object(), keys, keys)
+
+
+def test_slices_in_flight_are_parts_of_microbatches() -> None:
+    """Of which experts in chunks count what they keep."""
+    whole = generate("1f1b", 2, 4, effort=0)
+    assert of_whole([5, 2], whole) == [5, 2]
+    cut = Cut.of(16, 4, Fraction(1, 2), 1, False)
+    sliced = generate("1f1b", 2, 4, costs=cut.costs(Costs(), 4), slices=4, effort=0)
+    most = -(-5 * max(cut.lengths) // 16)
+    assert of_whole([5, 1], sliced) == [most, 1] and most < 5

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from ....plan.moe_conflicts import CONFLICTS
 from ...callbacks import Callback, HooksOnly
@@ -116,22 +117,35 @@ class MoE(Feature):
         from .choice import ChosenMoE
         from .flags import check_budget
         from .host import HostArenas
-        from .in_flight import stock_sets
+        from .in_flight import of_whole, stock_sets
         from .layer import FixedPolicy, PipelinedMoE, dense_hooks
 
         def most(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
             if schedule is None:
                 return stock_sets(_pp(run), chunks, microbatches)
-            plan = None if run.pipeline is None else run.pipeline.plans.in_force(microbatches)
-            return peak((plan or schedule.plan(microbatches)).ranks)
+            return peak(plan_for(microbatches).ranks)
 
-        sets, calls = functools.partial(most, peak_sets), functools.partial(most, peak_calls)
+        def plan_for(microbatches: int) -> Any:
+            plan = None if run.pipeline is None else run.pipeline.plans.in_force(microbatches)
+            assert schedule is not None
+            return plan or schedule.plan(microbatches)
+
+        def whole(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
+            found = most(peak, chunks, microbatches)
+            return found if schedule is None else of_whole(found, plan_for(microbatches))
+
+        # Passes in flight: as they are, and as so many of whole microbatches.
+        sets = functools.partial(most, peak_sets)
+        whole_sets, calls = (
+            functools.partial(whole, peak_sets),
+            functools.partial(whole, peak_calls),
+        )
 
         if not request.chooses:
             policy = FixedPolicy(LayerPlan.of(int(request.chunks), request.strategy))
         else:
             if request.budget_bytes is not None:
-                check_budget(run.args, request.space(), request.budget_bytes, sets)
+                check_budget(run.args, request.space(), request.budget_bytes, whole_sets)
             policy = ChosenMoE(request.space(), request.budget_bytes, sets, request.costs)
         if run.args.rank == 0:
             level = logging.INFO if run.schedule is None else logging.DEBUG  # few lines at a start
