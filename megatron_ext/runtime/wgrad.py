@@ -306,8 +306,7 @@ class WeightGradStore:
         """Let ``run`` of the first of ``keys``, of B passes, do the work of all: ``_of_all``."""
         first, *others = keys
         self._work[first] = _of_all(self._work.pop(key) for key in reversed(keys))
-        for key in others:
-            self._parameters[first] |= self._parameters.pop(key)
+        self._parameters[first].update(*map(self._parameters.pop, others))
 
     def clear(self) -> None:
         """Forget everything: after an exception no stale work may reach the next iteration."""

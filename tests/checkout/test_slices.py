@@ -128,7 +128,8 @@ PADDED = f"{ROPE} --make-vocab-size-divisible-by 64"  # as for all ranks
         nightly(("zb-h1 --pp-vocab-chunks 2", "v-half --pp-vocab-chunks 2"),
                 "--calculate-per-token-loss"),
         nightly(("v-half",), "--recompute-granularity full --recompute-method uniform "
-                "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce"),
+                "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce "
+                "--overlap-param-gather"),
     ],
 )  # fmt: skip
 def test_sharded_vocabulary(train: Run, schedules: Sequence[str], flags: str) -> None:

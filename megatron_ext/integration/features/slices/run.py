@@ -184,7 +184,8 @@ class SliceRunner(MegatronRunner):
     def reported(self, microbatch: int) -> None:
         unit, parts = _unit(microbatch), self._reported
         parts.append((unit.slice, self.losses.pop()))
-        if len(parts) == len(self._cuts.get(0, unit.microbatch).ends):
+        last = self.placement.chunk_of(self.placement.num_stages - 1)
+        if len(parts) == len(self._cuts.get(last, unit.microbatch).ends):
             # From first to last, whether losses come in F or in B.
             every = (part for _, part in sorted(parts, key=lambda one: one[0]))
             self.losses.append(functools.reduce(added, every))
