@@ -109,6 +109,7 @@ _KINDS = {
         --attention-output-gate --batch-size --calculate-per-token-loss --clip-grad --decoder-*
         --decoupled-* --disable-bias-linear --disable-clone-scatter-output-in-embedding
         --no-clone-scatter-output-in-embedding --dsa-* --embedding-init-method-std
+        --dataloader-inter-document-masking
         --encoder-num-layers --encoder-seq-length --eod-mask-loss --experimental-attention-variant
         --ffn-hidden-size --freeze-all-layers --gdp-* --global-batch-size --glu-linear-offset
         --group-query-attention --head-lr-mult --heterogeneous-layers-config-* --hidden-size

@@ -207,14 +207,14 @@ NUMBERS: dict[str, Number] = {
         ),
     ),
     "peak_vocabulary_microbatches": Number(
-        lambda s: s.run.peak_vocabulary,
+        lambda s: _each(s.run.peak_vocabulary),
         label="kept from S to T",
-        text=lambda s: f"{max(s.run.peak_vocabulary)} microbatches",
+        text=lambda s: f"{short(max(s.run.peak_vocabulary))} microbatches",
         there=lambda s: bool(s.run.schedule.barriers),
     ),
     "vocabulary per rank": Number(
         label="  per rank",
-        text=lambda s: " ".join(map(str, s.run.peak_vocabulary)),
+        text=lambda s: per_rank(s.run.peak_vocabulary),
         there=lambda s: bool(s.run.schedule.barriers),
     ),
     "exchange": Number(

@@ -52,6 +52,24 @@ def _whole(part: torch.Tensor, group: Any) -> torch.Tensor:
     return torch.cat(in_order)
 
 
+def _mask_of_documents(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """True where a query must not look: into other documents, or behind itself in its own.
+
+    Args:
+        queries: (documents + 1,) where the queries of each document begin, and the last's end.
+        keys: the same of keys; a document may have more of them before its first query.
+    """
+    places = [torch.arange(int(edges[-1])) for edges in (queries, keys)]
+    of = [
+        torch.searchsorted(edges.to(at), at, right=True) - 1
+        for edges, at in zip((queries, keys), places)
+    ]
+    # From the end of its document, which is that of both.
+    back = [(edges[1:].to(at)[o] - at) for edges, at, o in zip((queries, keys), places, of)]
+    hidden = (of[0][:, None] != of[1]) | (back[1] < back[0][:, None])
+    return hidden[None, None]
+
+
 def _mask(length: int, group: Any, documents: torch.Tensor | None) -> torch.Tensor:
     """True where this rank's ``length`` queries must not look: (1, 1, length, whole sequence).
 
@@ -122,7 +140,10 @@ def fix_attention(module: ModuleType) -> None:
         if packed is not None:  # (tokens, heads, channels): documents one after the other
             documents = packed.cu_seqlens_q
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        mask = _mask(query.shape[0], group, documents)
+        if packed is not None and parts == 1:
+            mask = _mask_of_documents(packed.cu_seqlens_q, packed.cu_seqlens_kv)
+        else:
+            mask = _mask(query.shape[0], group, documents)
         if parts > 1:
             key, value = (_whole(part, group) for part in (key, value))
         context = original(self, query, key, value, mask, *args, **kwargs)

@@ -105,6 +105,7 @@ class MegatronArgs(Protocol):
     pp_effort: float | None
     pp_slices: int | str | None
     pp_slice_cut: str | None
+    pp_slice_weights: str | None
     pp_profile_steps: int | None
     pp_profile: str | None
     pp_p2p: str | None

@@ -203,6 +203,24 @@ class MegatronRunner(StageRunner):
         """Megatron's number of a microbatch."""
         return microbatch
 
+    def span(self, chunk: int, microbatch: int, tokens: int) -> tuple[int, int]:
+        """What a pass runs of a microbatch of so many tokens: its first one, and that behind."""
+        return 0, tokens
+
+    def before_batch(self, chunk: int, microbatch: int) -> None:
+        """Batches that are drawn from now on are those of this microbatch."""
+
+    def of_whole(self, chunk: int, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+        """What the loss function gets of [samples, tokens] losses."""
+        return losses
+
+    def reported(self, microbatch: int) -> None:
+        """After the loss function: the last of ``losses`` is that of this microbatch."""
+
+    def count(self, microbatch: int, num_tokens: Any) -> None:
+        """The loss function has counted so many tokens."""
+        self.num_tokens += num_tokens
+
     def first_microbatch(self, microbatch: int) -> Any:
         """An argument of Megatron's forward step: weights may have changed before it."""
         it = self._it
@@ -223,7 +241,7 @@ class MegatronRunner(StageRunner):
         chunk, microbatch, x = of
         it, key = self._it, (chunk, microbatch)
         last = self.computes_loss(self.placement.stages[self._rank][chunk])
-        self.num_tokens += num_tokens
+        self.count(microbatch, num_tokens)
         if self._observer is not None and self._mover is None:
             self._observer.forward(chunk, microbatch, y)
         if not it.forward_only:
@@ -333,6 +351,23 @@ class MegatronRunner(StageRunner):
             self._mover.finish((chunk, microbatch))
         if self._is_last(microbatch):
             self.chunk_done(chunk)
+
+
+def beneath(
+    found: Callable[..., MegatronRunner] | None, kind: type[MegatronRunner], **given: Any
+) -> Callable[..., MegatronRunner]:
+    """Makes runners of ``kind``, and of another one that overrides it.
+
+    Args:
+        found: what makes that other one, by ``functools.partial`` of its class; None: there is
+            none.
+        given: arguments of ``kind``, by their names.
+    """
+    if found is None:
+        return functools.partial(kind, **given)
+    assert isinstance(found, functools.partial) and isinstance(found.func, type)
+    both = type(f"{found.func.__name__}Over{kind.__name__}", (found.func, kind), {})
+    return functools.partial(both, **found.keywords, **given)
 
 
 @functools.cache

@@ -128,6 +128,10 @@ ROTARY = tuple(
         "yarn_rotary_pos_embedding:YarnRotaryEmbedding",
     )
 )
+ROTATION = Target.at(
+    f"{_CORE}.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
+    *("t", "freqs", "config", "cu_seqlens"),
+)
 _MTP = f"{_CORE}.transformer.multi_token_prediction"
 MTP_ROLL = Target.at(f"{_MTP}:roll_tensor", "tensor", "shifts")
 # From core_v0.17 on.
@@ -212,6 +216,9 @@ PRINT_LAST = Target.at(f"{_TRAINING}.utils:print_rank_last", "message")
 DECIDE_EXIT = Target.at(f"{_TRAINING}.training:checkpoint_and_decide_exit", "iteration", "model")
 # Before core_v0.18 Megatron does not count tokens of packed documents.
 SEQLEN_COUNT = Target.at(f"{_TRAINING}.training:consume_seqlen_stats_in_iteration")
+DOCUMENT_COUNT = Target.at(
+    f"{_TRAINING}.training:update_seqlen_stats_from_cu_seqlens", "cu_seqlens"
+)
 LOAD = Target.at(f"{_TRAINING}.checkpointing:load_checkpoint", "ddp_model", "optimizer")
 LOAD_BASE = Target.at(
     f"{_TRAINING}.checkpointing:_load_base_checkpoint",

@@ -35,7 +35,6 @@ CONFLICTS = (
     Conflict("--moe-router-force-load-balancing", "its random numbers are a call's; drop it"),
     Conflict("--moe-router-force-biased", "its random numbers are a call's; drop it"),
     Conflict("--moe-enable-routing-replay", "it replays calls; drop it"),
-    Conflict("--moe-pipeline-chunks", _WHOLE, off=("off",)),
     Conflict("--transformer-impl", "its attention is not cut; use local or transformer_engine",
              off=("local", "transformer_engine")),
     Conflict("--use-legacy-models", "its attention is not cut; drop it"),
@@ -50,8 +49,6 @@ CONFLICTS = (
         "--window-size", "no kernel was tested that has both; drop it, or use "
         "--transformer-impl local"
     ),
-    Conflict("--sft", "packed documents are not cut; drop it"),
-    Conflict("--use-packed-sequences", "packed documents are not cut; drop it"),
     Conflict("--enable-hyper-connections", "their streams are not cut; drop it"),
     Conflict("--hybrid-layer-pattern", "recurrent layers have no slices; drop it"),
     Conflict("--hybrid-override-pattern", "recurrent layers have no slices; drop it"),
@@ -63,9 +60,11 @@ CONFLICTS = (
     Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
     Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
              beside="--multi-latent-attention"),
-    Conflict("--pp-vocab-parallel", _WHOLE),
+    Conflict("--pp-vocab-parallel", "tokens behind a slice would be missing; drop one of them",
+             beside="--mtp-num-layers"),
 )  # fmt: skip
 
+PACKED = ("--sft", "--dataloader-inter-document-masking")  # they pack documents in sequences
 NUMBERS = (2, 4)  # of slices that a search tries
 LONG = 16_384  # tokens of a sequence that is worth cutting whatever the microbatches
 NOT_WITH = ("dualpipev",)  # its passes run in pairs

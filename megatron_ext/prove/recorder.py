@@ -46,7 +46,7 @@ def prepare(value: Any, rank: int, folder: Path) -> None:
     Args:
         value: ``late``, a seed or None: messages then come late and in a random order of
             completion; ``uneven``: samples have different numbers of tokens that count;
-            ``slices``: of every sequence, and whether they are of equal lengths, or None;
+            ``slices``: as ``Flags.slices`` says;
             ``alone``: one process runs the slices, without flags of ours.
         rank: of all.
         folder: for the files.

@@ -67,7 +67,7 @@ class Report:
         lines.append("")
         lines.append(f"run here: {self.shrunk.world} ranks, {self.shrunk.steps} steps")
         if self.shrunk.flags.slices:
-            count, _ = self.shrunk.flags.slices
+            count, *_ = self.shrunk.flags.slices
             lines[-1] += f"; with --pp-slices, one process runs {count} slices, too"
         lines.append("smaller:  " + ", ".join(f"{n[2:]} {b} -> {a}" for n, b, a in self._sizes()))
         for flag, why in self.shrunk.lost:

@@ -93,7 +93,7 @@ class VocabularyPasses:
         collectives: Collectives,
         embedding: EmbeddingShard,
         output: OutputShard,
-        batch: Batch,
+        batch: Callable[[int], Batch],
         model: VocabularyModel,
     ) -> None:
         self._collectives, self._batch, self._model = collectives, batch, model
@@ -102,9 +102,9 @@ class VocabularyPasses:
         self._last = placement.num_stages - 1
         self._roots = placement.rank_of(0), placement.rank_of(self._last)
         # Stages whose F is the first one of its rank and microbatch that takes embeddings.
-        several = batch.heads > 1 and self._roots[0] != self._roots[1]
+        several = batch(plan.units[0]).heads > 1 and self._roots[0] != self._roots[1]
         self._embedded = (0, self._last) if several else (0,)
-        self._microbatches, self._ahead = plan.microbatches, ids_ahead(plan)
+        self._units, self._ahead = plan.units, ids_ahead(plan)
         # By what it is and its microbatch: what a later pass takes.
         self._held: dict[tuple[Any, int], Any] = {}
 
@@ -153,7 +153,7 @@ class VocabularyPasses:
             RuntimeError: a result is left over.
         """
         if not self._output.needs_gradient and self._is_root(1):
-            for microbatch in range(self._microbatches):
+            for microbatch in self._units:
                 self._wait(VocabularyOp.JOIN_S, microbatch)
                 self._model.evaluate(microbatch)
         self._watchdog.waiting("for the last collectives of the pipeline's ranks")
@@ -180,7 +180,7 @@ class VocabularyPasses:
 
     def put_hidden(self, microbatch: int, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         """F of the last stage: its output, without history, and the labels."""
-        batch = self._batch
+        batch = self._batch(microbatch)
         _require_shape("hidden states", hidden, batch.hidden)
         _require_shape("labels", labels, batch.tokens)
         hidden = hidden.to(batch.dtype).contiguous()
@@ -189,12 +189,12 @@ class VocabularyPasses:
     def losses(self, microbatch: int) -> torch.Tensor:
         """B of the last stage (F in evaluation): (samples, sequence), of every token."""
         scores: Scores = self._held[Scores, microbatch]
-        return self._batch.by_sample(scores.losses)
+        return self._batch(microbatch).by_sample(scores.losses)
 
     def predictions(self, microbatch: int) -> torch.Tensor:
         """Beside ``losses``, if the output layer ``predicts``: the most likely tokens."""
         scores: Scores = self._held[Scores, microbatch]
-        return self._batch.by_sample(scores.statistics[3])
+        return self._batch(microbatch).by_sample(scores.statistics[3])
 
     def input_gradient(
         self, microbatch: int, grad: torch.Tensor, of_weight: torch.Tensor | None = None
@@ -227,7 +227,7 @@ class VocabularyPasses:
         return self._take(op, microbatch)
 
     def _share_ids(self, microbatch: int) -> None:
-        batch, root = self._batch, self._roots[0]
+        batch, root = self._batch(microbatch), self._roots[0]
         if self._is_root(0):
             ids = self._model.token_ids(microbatch)
             _require_shape("token ids", ids, batch.tokens)
@@ -240,11 +240,13 @@ class VocabularyPasses:
     def _embed(self, microbatch: int) -> None:
         if not microbatch:  # on all ranks before every collective
             self._model.begin()
-            for first in range(min(self._ahead, self._microbatches)):
+            for first in self._units[: self._ahead]:
                 self._share_ids(first)
         ids = self._waited(_IDS, microbatch)
         self._held[_IDS, microbatch] = ids
-        self._held[E, microbatch] = [self._embedding.embed(x) for x in ids.split(self._batch.ends)]
+        self._held[E, microbatch] = [
+            self._embedding.embed(x) for x in ids.split(self._batch(microbatch).ends)
+        ]
 
     def _join_embeddings(self, microbatch: int) -> None:
         parts, roots = self._take(E, microbatch), self._roots
@@ -255,11 +257,11 @@ class VocabularyPasses:
             return {end: total for end, total in every if roots[end] == rank} or None
 
         self._collectives.start((VocabularyOp.JOIN_E, microbatch), chain, parts)
-        if microbatch + self._ahead < self._microbatches:
-            self._share_ids(microbatch + self._ahead)
+        for later in self._units[microbatch + self._ahead :][:1]:
+            self._share_ids(later)
 
     def _share_embedding_gradient(self, microbatch: int) -> None:
-        batch, share, roots = self._batch, self._collectives.broadcast, self._roots
+        batch, share, roots = self._batch(microbatch), self._collectives.broadcast, self._roots
         grads = [
             self._take((VocabularyOp.SHARE_G, end), microbatch)
             if self._is_root(end)
@@ -276,7 +278,7 @@ class VocabularyPasses:
         self._model.embedding_gradient(microbatch, self._embedding.gradient(ids, grad))
 
     def _share_hidden(self, microbatch: int) -> None:
-        batch, root, share = self._batch, self._roots[1], self._collectives.broadcast
+        batch, root, share = self._batch(microbatch), self._roots[1], self._collectives.broadcast
         if self._is_root(1):
             hidden, labels = self._take(VocabularyOp.SHARE_X, microbatch)
         else:

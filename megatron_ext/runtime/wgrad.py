@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -302,6 +302,12 @@ class WeightGradStore:
                 if finish and done is not None and not left[id(parameter)]:
                     done(parameter)
 
+    def join(self, keys: Sequence[Hashable]) -> None:
+        """Let ``run`` of the first of ``keys``, of B passes, do the work of all: ``_of_all``."""
+        first, *others = keys
+        self._work[first] = _of_all(self._work.pop(key) for key in reversed(keys))
+        self._parameters[first].update(*map(self._parameters.pop, others))
+
     def clear(self) -> None:
         """Forget everything: after an exception no stale work may reach the next iteration."""
         self._work.clear()
@@ -329,6 +335,35 @@ def _add_to(before: Any, parameter: Any) -> None:
         new, parameter.grad = parameter.grad, before
         if new is not None:
             before.add_(new)
+
+
+def _of_all(passes: Iterable[Sequence[_Work]]) -> list[_Work]:
+    """What B passes have postponed, as the work of one.
+
+    Work for the same parameters becomes one task where its rows can be joined; later passes have
+    earlier rows. Of the rest each is added to ``main_grad`` by itself, in the order of the passes.
+    """
+    groups: dict[tuple[Any, ...], list[_Work]] = {}
+    for queue in passes:
+        uses = Counter[tuple[int, ...]]()
+        for work in queue:
+            of = tuple(map(id, work.parameters))
+            uses[of] += 1
+            groups.setdefault((of, uses[of]), []).append(work)
+    return [work for group in groups.values() for work in _merged(group)]
+
+
+def _merged(group: Sequence[_Work]) -> Sequence[_Work]:
+    """Work for the same parameters, the last rows first: one task if rows can be joined."""
+    *_, first = group
+    if all(work.task is not None and all(map(_can_join, work.rows)) for work in group):
+        return [first._replace(rows=[rows for work in reversed(group) for rows in work.rows])]
+    return [
+        work
+        if work.task is None
+        else work._replace(task=functools.partial(_next_part, work.task, work.parameters))
+        for work in group
+    ]
 
 
 def _can_join(rows: Rows) -> bool:

@@ -78,6 +78,11 @@ class Durations(NamedTuple):
         """All durations times ``factor``, with this scale."""
         return self._mapped(lambda x: x * factor, scale)
 
+    def of_units(self, whole: int) -> Durations:
+        """For passes of units, which take these times their shares, of ``whole``."""
+        hop, collective = self.hop * whole, self.collective * whole
+        return self._replace(hop=hop, collective=collective, scale=self.scale * whole)
+
     def _mapped(self, change: Callable[[int], int], scale: int) -> Durations:
         fields: Iterable[Any] = self
         rows: list[Any] = [

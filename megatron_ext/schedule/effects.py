@@ -126,6 +126,11 @@ def steps(
             yield from (get(part[0], 0) for part in action.parts)
 
 
+def share_of(op: Operation, unit: UnitCosts) -> int:
+    """What a pass of a unit takes of its duration: that of a sharded vocabulary by its tokens."""
+    return unit[KINDS.index(op)] if op in KINDS else unit.size
+
+
 def peak(changes: Iterable[int], start: int = 0) -> int:
     """Largest value of a running sum, its start included."""
     return max(accumulate(changes, initial=start))

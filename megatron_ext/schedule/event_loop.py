@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from .actions import OFFLOAD_OPS, Action, AnyAction, Op, Operation
 from .costs import Durations
-from .effects import KINDS, results
+from .effects import KINDS, results, share_of
 from .placement import Placement
 from .tasks import sources
 from .units import UnitCosts
@@ -168,7 +168,7 @@ class _Nodes(dict[tuple[Operation, int], Row]):
         of = self._program.durations.of
         op, stage = key
         parts = results(op)  # a whole pass is the sum of its halves, whose factors differ
-        took = [sum(of(part, stage) * unit[KINDS.index(part)] for part in parts) for unit in units]
+        took = [sum(of(part, stage) * share_of(part, unit) for part in parts) for unit in units]
         row = self[key] = [(lane._replace(took=took[j]), j) for j, _ in enumerate(units)]
         return row
 
@@ -240,7 +240,8 @@ class Program:
 
     def collectives(self) -> list[Row]:
         """What runs beside the ranks: a row for each collective that several passes feed, by
-        microbatch. One that a single pass feeds is a result of that pass."""
+        microbatch, or for each unit, whose order may be any. One that a single pass feeds is a
+        result of that pass."""
         if self.vocabulary is None:
             return []
         rows = []
@@ -249,7 +250,8 @@ class Program:
                 continue
             needs = [(self.slot(KIND[kind], stage), 0) for kind, stage in carried]
             lane = Lane(0, needs, self._arrived(one))
-            rows.append([(lane, j) for j in range(self.microbatches)])
+            nodes = [(lane, j) for j in range(self.microbatches)]
+            rows += [nodes] if self.units is None else [[node] for node in nodes]
         return rows
 
     def row(self, actions: Iterable[AnyAction]) -> Row:

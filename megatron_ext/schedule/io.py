@@ -135,7 +135,7 @@ def from_json(data: Any) -> Schedule:
         raise ScheduleError(f"{len(ranks)} action lists for pp={placement.pp}; give one a rank")
     if barriers > max(BARRIERS):
         raise ScheduleError(f"vocabulary_barriers must be 1 or 2, got {barriers}")
-    made = Schedule(
+    return Schedule(
         *(name, placement, microbatches, ranks, costs),
         link=link,
         barriers=barriers,
@@ -143,9 +143,6 @@ def from_json(data: Any) -> Schedule:
         joined=joined,
         arrangement=arrangement,
     )
-    if barriers:
-        made.require_whole("a sharded vocabulary")
-    return made
 
 
 def _slices(value: object, microbatches: int) -> tuple[int, ...]:

@@ -253,7 +253,9 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
     cap, growth = option.memory_cap, None
     if spec.barriers and cap is not None:
         # Vocabulary passes take what is between the generator's cap and the one asked for.
-        base = max(v_cap_limits(spec.pp)[0], cap - spec.placement.chunks * spec.barriers)
+        more = Fraction(spec.placement.chunks * spec.barriers, min(spec.slices or (1,)))
+        least = Fraction(v_cap_limits(spec.pp)[0])
+        base = max(least, cap - more)
         cap, growth = base, cap - base
     schedule = generate(
         spec.name,
@@ -273,7 +275,7 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
         schedule = add_pairs(schedule, _pair_sets(spec, schedule, _sets(cap)))
     if not spec.barriers:
         return schedule
-    return add_vocabulary(schedule, spec.barriers, _sets(growth), quick=not spec.effort)
+    return add_vocabulary(schedule, spec.barriers, growth, quick=not spec.effort)
 
 
 def _sets(cap: int | Fraction | None) -> int | None:

@@ -70,7 +70,6 @@ def _refuse_beside_units(spec: ScheduleSpec) -> None:
     exchange = spec.costs.exchange is not None
     for what, asked in (
         ("communication of experts in the costs", spec.overlap or exchange),
-        ("a sharded vocabulary", bool(spec.barriers)),
         ("a jitter of pass times", bool(spec.jitter)),
     ):
         if asked:

@@ -131,9 +131,11 @@ class Simulation:
         return _hidden([one.steady for one in self.exchange if one.steady is not None])
 
     @property
-    def peak_vocabulary(self) -> list[int]:
+    def peak_vocabulary(self) -> list[Fraction]:
         """Per rank, the most microbatches between S's start and T's end (``peak_held``)."""
-        return peak_held(self.schedule.ranks)
+        costs, whole = self.schedule.unit_costs()
+        sizes = [unit.size for unit in costs]
+        return [Fraction(held, whole) for held in peak_held(self.schedule.ranks, sizes)]
 
     @property
     def peak_host_activation(self) -> list[Fraction]:
@@ -254,12 +256,8 @@ class Replay:
         network: Network | None = None,
         costs: Costs | None = None,
     ) -> None:
-        for what, there in (
-            ("a sharded vocabulary", bool(schedule.barriers)),
-            ("an order with passes in pairs", schedule.has_pairs),
-        ):
-            if there:
-                schedule.require_whole(what)
+        if schedule.has_pairs:
+            schedule.require_whole("an order with passes in pairs")
         if network is not None and not schedule.is_lowered and schedule.pp > 1:
             raise ScheduleError("messages are simulated from lowered lists; lower the schedule")
         self._lists, self._network = schedule.ranks, network
@@ -280,8 +278,7 @@ class Replay:
         if schedule.slices or (costs or schedule.costs).units is not None:
             units, whole = schedule.unit_costs(costs)
             # Passes are products of their durations and the units' shares.
-            hop, scale = durations.hop * whole, durations.scale * whole
-            self.durations = durations = durations._replace(hop=hop, scale=scale)
+            self.durations = durations = durations.of_units(whole)
         self.program = kind(schedule.placement, durations, most, schedule.vocabulary, units)
         self.rows: list[Row] = []
         for rank, row in enumerate(self.plain.ranks):

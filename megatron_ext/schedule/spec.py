@@ -26,11 +26,13 @@ class Cut(NamedTuple):
         ends: of every slice, in tokens; the last one is the sequence's length.
         attention: the share of core attention in the F of a whole sequence.
         overhead: of a whole W, what the W of every slice takes however short it is.
+        joined: one W for all slices of a microbatch.
     """
 
     ends: tuple[int, ...]
     attention: Fraction
     overhead: Fraction = Fraction(0)
+    joined: bool = False
 
     @classmethod
     def of(cls, tokens: int, slices: int, attention: Fraction, multiple: int, even: bool) -> Cut:
@@ -59,11 +61,12 @@ class Cut(NamedTuple):
     def costs(self, costs: Costs, microbatches: int) -> Costs:
         """``costs`` with those of every unit."""
         ends = [Fraction(end, self.ends[-1]) for end in (0, *self.ends)]
+        overhead = 0 if self.joined else self.overhead
         rows = [
             (
                 forward,
                 backward / (1 + self.attention),
-                (1 - self.overhead) * share + self.overhead,
+                (1 - overhead) * share + overhead,
                 share,
             )
             for forward, backward, share in times_of(ends, self.attention)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from .actions import Action, Op, Operation
 from .costs import Durations
-from .effects import DEVICE, KINDS, beside, inputs
+from .effects import DEVICE, beside, inputs, share_of
 from .placement import Placement
-from .units import UnitCosts
+from .units import UnitCosts, falls
 from .vocabulary import Vocabulary
 
 
@@ -124,8 +124,7 @@ class Tasks:
             parts = (self._times(part, stage, units) for part in (Op.B, Op.W))
             return map(int.__add__, *parts)
         whole = self._rest.durations.of(op, stage)
-        place = KINDS.index(op) if op in KINDS else None
-        return (whole * (1 if place is None else unit[place]) for unit in units)
+        return (whole * share_of(op, unit) for unit in units)
 
     @property
     def units(self) -> int:
@@ -177,7 +176,7 @@ class Tasks:
     def lane_order(self, lane: int) -> list[int]:
         """Its tasks: microbatches rise; the units of one fall in backward passes."""
         order, first = list(range(lane * self.units, (lane + 1) * self.units)), lane * self.units
-        if self.is_cut and self.lanes[lane][0] in (Op.B, Op.W, Op.BW):
+        if self.is_cut and falls(self.lanes[lane][0]):
             order.sort(key=lambda task: (self.microbatch[task - first], -task))
         return order
 

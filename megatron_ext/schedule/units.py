@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import isqrt, lcm
 from typing import NamedTuple
 
-from .actions import Action, AnyAction, Joint, Op, Operation
+from .actions import Action, AnyAction, Joint, Operation
 
 SHARE = 1 << 12  # a whole microbatch's F, and its size, in the costs of slices
 MOST_UNITS = 1 << 16
@@ -107,12 +107,17 @@ def check_slices(slices: int | Sequence[int], microbatches: int) -> tuple[int, .
     return tuple(slices) if max(slices) > 1 else ()
 
 
+def falls(op: Operation) -> bool:
+    """True if the slices of a microbatch run in reverse: in backward passes, each of which needs
+    the gradients that the slice behind it leaves, also in those of a sharded vocabulary."""
+    return op.value in ("B", "W", "BW", "T", "G")
+
+
 def place_in_lane(op: Operation, unit: int) -> tuple[int, int]:
-    """Sorts the passes of one operation and stage: microbatches rise; slices rise in F and fall in
-    backward passes, each of which needs the gradients that the slice behind it leaves."""
+    """Sorts the passes of one operation and stage: microbatches rise; slices rise or fall."""
     if not isinstance(unit, Unit):
         return unit, 0
-    return unit.microbatch, -unit.slice if op in (Op.B, Op.W, Op.BW) else unit.slice
+    return unit.microbatch, -unit.slice if falls(op) else unit.slice
 
 
 def named(rows: Iterable[Iterable[AnyAction]], units: Sequence[int]) -> list[list[AnyAction]]:

@@ -19,10 +19,10 @@ gradient to all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .actions import Action, AnyAction, Op, Operation
-from .effects import passes, peak, results, steps
+from .effects import passes, peak, results
 from .placement import Placement
 
 BARRIERS = (1, 2)
@@ -115,12 +115,23 @@ class Vocabulary:
         return [Action(op, stage, microbatch) for stage in self.stages]
 
 
-def peak_held(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
+def peak_held(
+    ranks: Sequence[Sequence[AnyAction]], sizes: Sequence[int] | None = None
+) -> list[int]:
     """Most microbatches of each rank between S and T, whose probabilities it keeps.
 
     Depends on the order only; a microbatch counts from its S's start to its T's end. 0 where there
     are no T's: evaluation keeps nothing.
+
+    Args:
+        ranks: actions of every rank.
+        sizes: that units count with; None: 1 each.
     """
     held: dict[Operation, int] = {S: 1, T: -1}
+
+    def changes(row: Sequence[AnyAction]) -> Iterator[int]:
+        for op, _, unit in passes(row):
+            yield held.get(op, 0) * (1 if sizes is None else sizes[unit])
+
     some = [any(action.op is T for action in passes(row)) for row in ranks]
-    return [peak(steps(row, held)) if t else 0 for row, t in zip(ranks, some)]
+    return [peak(changes(row)) if t else 0 for row, t in zip(ranks, some)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,9 @@ MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 
 --untie-embeddings-and-output-weights --ckpt-format torch_dist"""
 ROPE = """--position-embedding-type rope --group-query-attention --num-query-groups 2 --swiglu
 --normalization RMSNorm --disable-bias-linear"""
+# Mock documents have 1 to 4095 tokens.
+PACKED = """--dataloader-inter-document-masking --micro-batch-size 1 --seq-length 1024
+--max-position-embeddings 1024"""
 
 Run = Callable[..., list[float]]
 
@@ -98,9 +101,10 @@ def test_options(train: Run, flags: str, model: str) -> None:
 
 
 @pytest.mark.matrix
-def test_tensor_parallel_ranks(train: Run) -> None:
+@pytest.mark.parametrize("model", ["", PACKED])
+def test_tensor_parallel_ranks(train: Run, model: str) -> None:
     """Slices of multiples of their number, where activations are split along the sequence."""
-    flags = "--tensor-model-parallel-size", "2", "--sequence-parallel"
+    flags = "--tensor-model-parallel-size", "2", "--sequence-parallel", *model.split()
     whole = train("--pp-schedule", "1f1b", *flags, ranks=4)
     assert close(train("--pp-schedule", "v-half", "--pp-slices", "3", *flags, ranks=4), whole)
 
@@ -110,6 +114,41 @@ def test_data_parallel_ranks(train: Run) -> None:
     flags = "--use-distributed-optimizer", "--overlap-grad-reduce"
     whole = train("--pp-schedule", "1f1b", *flags, ranks=4)
     assert close(train("--pp-schedule", "v-zb", "--pp-slices", "3", *flags, ranks=4), whole)
+
+
+VOCABULARY = "--pp-vocab-parallel", "--pp-slices", "3"
+PADDED = f"{ROPE} --make-vocab-size-divisible-by 64"  # as for all ranks
+
+
+@pytest.mark.parametrize(
+    ("schedules", "flags"),
+    [
+        (("v-half",), ""),
+        nightly(("1f1b", "zb-h1", "v-zb"), ""),
+        nightly(("zb-h1 --pp-vocab-chunks 2", "v-half --pp-vocab-chunks 2"),
+                "--calculate-per-token-loss"),
+        nightly(("v-half",), "--recompute-granularity full --recompute-method uniform "
+                "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce "
+                "--overlap-param-gather"),
+    ],
+)  # fmt: skip
+def test_sharded_vocabulary(train: Run, schedules: Sequence[str], flags: str) -> None:
+    """Each slice has its own passes of the vocabulary; the order changes no bit."""
+    whole = train("--pp-schedule", "1f1b", *flags.split(), model=PADDED)
+    found = [
+        train("--pp-schedule", *one.split(), *VOCABULARY, *flags.split(), model=PADDED)
+        for one in schedules
+    ]
+    assert close(found[0], whole) and found == found[:1] * len(found)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", ["", PACKED])
+def test_sharded_vocabulary_of_tensor_parallel_ranks(train: Run, model: str) -> None:
+    flags = "--tensor-model-parallel-size", "2", "--sequence-parallel", *model.split()
+    whole = train("--pp-schedule", "1f1b", *flags, model=PADDED, ranks=4)
+    found = train("--pp-schedule", "v-half", *VOCABULARY, *flags, model=PADDED, ranks=4)
+    assert close(found, whole)
 
 
 def test_the_log_and_the_trace_know_slices(

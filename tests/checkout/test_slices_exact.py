@@ -17,7 +17,7 @@ from megatron_ext.prove.server import ScriptServer
 from megatron_ext.prove.session import Session
 from megatron_ext.prove.shrink import Shrunk
 from megatron_ext.prove.tensors import read
-from tests.support import unhooked_slices
+from tests.support import short_documents, unhooked_slices
 from tests.support.checkouts import MAIN_TAG, existing, nightly
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 22
@@ -155,11 +155,13 @@ def test_a_profile(sessions: Sessions, tmp_path: Path) -> None:
     assert "the order stays" in log or "re-planned" in log
 
 
-def require_one_sum(run: Session, flags: Flags, ranks: int, tmp_path: Path) -> None:
+def require_one_sum(
+    run: Session, flags: Flags, ranks: int, tmp_path: Path, other_name: str = "1f1b"
+) -> None:
     """Where one process adds in another order than ranks do, two schedules have the same bits."""
     assert from_whole(run, flags) < 1e-14
     one = run.check("v", flags)
-    flags.set("--pp-schedule", "1f1b")
+    flags.set("--pp-schedule", other_name)
     other = run.check("row", flags)
     assert one.status == other.status == "equal", (one, other)
     (v,), (row,) = tmp_path.glob("*-v"), tmp_path.glob("*-row")
@@ -212,6 +214,69 @@ def test_attention(sessions: Sessions, flags: str) -> None:
     run, given = sessions(flags, 2)
     require_exact(run, given)
     assert from_whole(run, given) < 1e-14
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--pp-schedule zb-h1 {ROPE}",
+        nightly(f"{EXPERTS} {SEQUENCE} --mtp-num-layers 0 {FULL}"),
+        nightly(f"{LATENT} --rope-type yarn --pp-slices 5"),
+        nightly("--mtp-num-layers 1 --position-embedding-type rope"),
+    ],
+)
+def test_packed_documents(
+    sessions: Sessions, flags: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Slices cut documents of 1 to 8 tokens, each with its own positions and attention."""
+    monkeypatch.setattr(session, "RECORDER", Path(short_documents.__file__))
+    run, given = sessions(f"--dataloader-inter-document-masking --micro-batch-size 1 {flags}", 2)
+    if "--mtp-num-layers 1" in flags:
+        require_one_sum(run, given, 2, tmp_path)
+    else:
+        require_exact(run, given)
+        assert from_whole(run, given) < 1e-14
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ROPE,
+        nightly(f"{EXPERTS} {ALL_LOSSES} {FULL}"),
+        nightly("--pp-offload half --pp-offload-time 0.1"),
+        nightly("--calculate-per-token-loss --pp-slice-cut even"),
+    ],
+)
+def test_joined_weights(sessions: Sessions, flags: str, tmp_path: Path) -> None:
+    """One product for all slices of a microbatch: the bits of no other sum, but of any schedule."""
+    run, given = sessions(f"--pp-slice-weights joined {flags}", 2)
+    require_one_sum(run, given, 2, tmp_path, "zb-h1")
+    logs = [log.read_text() for log in tmp_path.glob("*-v/rank*.log")]
+    found = [re.findall(r"peak activations: ([\d.]+) microbatches \(plan ([\d.]+)\)", log)
+             for log in logs]  # fmt: skip
+    assert all(a == b for one in found for a, b in one) and any(found)
+    # Each of the two is another sum than one process with a W for every slice.
+    (joined,) = tmp_path.glob("*-v")
+    given.drop("--pp-slice-weights")
+    assert run.check("each", given).status == "equal"
+    (each,) = tmp_path.glob("*-each")
+    made = compare(joined, 2, each, STEPS, "exact", 2)
+    assert any(one.key.what == "gradient" for one in made.differences)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--moe-pipeline-chunks 2 {ALL_LOSSES}",
+        nightly(f"--moe-pipeline-chunks 2 --moe-memory-reuse s1 {AUX} --pp-slice-weights joined"),
+        nightly(f"--moe-pipeline-chunks 4 --moe-memory-reuse s4 {SEQUENCE} {BIAS}"),
+        nightly(f"--moe-pipeline-chunks auto {GLOBAL}"),
+    ],
+)
+def test_experts_in_chunks(sessions: Sessions, flags: str, tmp_path: Path) -> None:
+    """Every slice's tokens in chunks of their own: sums of other parts than in one process."""
+    run, given = sessions(f"{EXPERTS} {flags}", 2)
+    require_one_sum(run, given, 2, tmp_path, "zb-h1")
 
 
 @pytest.mark.matrix

@@ -14,6 +14,7 @@ import torch
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Run
+from megatron_ext.integration.features.moe.flags import of_whole
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.slice_count import with_slices
 from megatron_ext.integration.features.slices import Slices
@@ -27,7 +28,7 @@ from megatron_ext.integration.features.slices.run import (
 )
 from megatron_ext.integration.features.slices.state import Cuts, Slicing
 from megatron_ext.integration.features.slices.wanted import Wanted
-from megatron_ext.schedule import NAMES, Costs
+from megatron_ext.schedule import NAMES, Costs, generate
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
 
@@ -117,6 +118,16 @@ class TestFlags:
         assert "whole ones do not keep the cap" in caplog.text
         with pytest.raises(ConfigError, match="auto: no number of slices keeps the cap"):
             chosen("auto", 8, long, "0.1", ("1f1b", "zb-h1"))
+
+    def test_one_weight_pass_for_all_slices(self) -> None:
+        for name, joined in (("v-half", True), ("1f1b", True), ("1f1b", False)):
+            request = checked(name, pp_slice_weights="joined" if joined else "each").request
+            assert request is not None and request.cut is not None
+            assert request.cut.joined == joined
+            refused = pytest.raises(ConfigError, match="1f1b has no W passes of their own to join")
+            with refused if name == "1f1b" and joined else contextlib.nullcontext():
+                made = request.resolve(2, None, 4).plan(4)
+                assert made.joined == joined
 
     def test_pairs_have_no_slices(self) -> None:
         request = checked("dualpipev").request
@@ -290,3 +301,13 @@ def test_every_microbatch_is_cut_for_its_own_length() -> None:
         keys = torch.zeros(3, 1, 1, 4)
         with pytest.raises(ConfigError, match="slice 0/0 has tokens 0 to 2 of 4, but a layer has"):
             attended(slicing, object(), keys, keys)
+
+
+def test_slices_in_flight_are_parts_of_microbatches() -> None:
+    """Of which experts in chunks count what they keep."""
+    whole = generate("1f1b", 2, 4, effort=0)
+    assert of_whole([5, 2], whole) == [5, 2]
+    cut = Cut.of(16, 4, Fraction(1, 2), 1, False)
+    sliced = generate("1f1b", 2, 4, costs=cut.costs(Costs(), 4), slices=4, effort=0)
+    most = -(-5 * max(cut.lengths) // 16)
+    assert of_whole([5, 1], sliced) == [most, 1] and most < 5

@@ -10,7 +10,7 @@ from ..common import offloads
 
 def training_flags(args: argparse.Namespace, name: str) -> str:
     """Flags for Megatron's script: pipeline size, schedule, and what shapes it; empty where
-    training does not run it: slices with one W, of the shortest span or in numbers that differ,
+    training does not run it: slices of the shortest span or in numbers that differ,
     and costs of single microbatches.
 
     Without the batch: ``--microbatches`` is what global batch, micro batch and data parallel size
@@ -22,7 +22,7 @@ def training_flags(args: argparse.Namespace, name: str) -> str:
     """
     slices = args.slices or "1"
     span = args.objective == "span"
-    if not slices.isdecimal() or args.slice_weights == "joined" or args.microbatch_cost is not None:
+    if not slices.isdecimal() or args.microbatch_cost is not None:
         return ""
     if slices != "1" and span:
         return ""
@@ -42,6 +42,7 @@ def training_flags(args: argparse.Namespace, name: str) -> str:
     if slices != "1":
         words += ["--pp-slices", slices]
         words += ["--pp-slice-cut", args.slice_cut] if args.slice_cut is not None else []
+        words += ["--pp-slice-weights", "joined"] if args.slice_weights == "joined" else []
     if offloads(args):
         if args.memory_cap is not None and not made.takes_memory_cap:
             words += ["--pp-memory-cap", args.memory_cap]

@@ -18,12 +18,13 @@ from ..engine import list_schedule
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Replay, simulate
 from ..tasks import Tasks
+from ..units import named
 from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, VocabularyOp, peak_held
 from .request import LONG
 
 
 def add_vocabulary(
-    schedule: Schedule, barriers: int = 1, growth: int | None = None, *, quick: bool = False
+    schedule: Schedule, barriers: int = 1, growth: Fraction | None = None, *, quick: bool = False
 ) -> Schedule:
     """Insert the vocabulary passes of all ranks, and reorder for their times.
 
@@ -32,14 +33,13 @@ def add_vocabulary(
             vocabulary layers, with the times of vocabulary passes.
         barriers: between the last stage's F and its B.
         growth: activation sets by which the peak of a rank may grow; None: those of as many
-            microbatches as there are barriers.
+            microbatches as there are barriers, or slices of them.
         quick: try few of the ways.
 
     Raises:
         ScheduleError: joint, offload or vocabulary actions, or costs without vocabulary passes.
         ValueError: ``barriers`` is neither 1 nor 2.
     """
-    schedule.require_whole("a sharded vocabulary")
     if schedule.costs.vocabulary is None:
         raise ScheduleError("the costs have no times of vocabulary passes")
     for rank, row in enumerate(schedule.ranks):
@@ -49,26 +49,33 @@ def add_vocabulary(
                 raise schedule.fault(rank, position, text)
     placement, durations = schedule.placement, schedule.costs.durations(schedule.placement)
     output = Vocabulary(placement, barriers, embeddings=False)
-    more = placement.chunks * barriers if growth is None else growth
-    caps = [sets + more for sets in peak_sets(schedule.ranks)]
+    costs, whole = schedule.unit_costs()
+    units = schedule.units
+    more = taken(schedule, barriers) if growth is None else growth
+    caps = [held + int(more * whole) for held in peak_sets(schedule.ranks, costs)]
 
     plain = replace(schedule, barriers=barriers)
 
     def scored(orders: RankActions) -> _Scored:
-        taken = Replay(plain.with_ranks(orders), durations).makespan()
-        return (taken, *sorted(peak_held(orders), reverse=True)), orders
+        end = Replay(plain.with_ranks(orders), durations).makespan()
+        return (end, *sorted(peak_held(orders), reverse=True)), orders
 
-    delayed = _Delayed(schedule, output, caps, Fraction(more, placement.chunks))
-    shares = _SHARES[:1] if quick else _SHARES
-    fixed = [scored(delayed.orders(s, t)) for s in shares for t in shares]
+    delayed = _Delayed(schedule, output, caps, more / placement.chunks)
+    tried = _SHARES[:1] if quick else _SHARES
+    fixed = [scored(delayed.orders(s, t)) for s in tried for t in tried]
     fixed.sort(key=lambda one: one[0])
     found = fixed[:1]
     fused, split = (
         {action.stage for row in schedule.ranks for action in passes(row) if action.op is op}
         for op in (Op.BW, Op.W)
     )
-    if not fused & split:  # else a lane has no order of its own, and the shifted ones stay
-        tasks = Tasks(placement, durations, schedule.microbatches, fused=fused, vocabulary=output)
+    # Else a lane has no order of its own, or some slices no W, and the shifted orders stay.
+    if not (fused & split or schedule.joined):
+        given = iter(costs)
+        counts = schedule.slices or (1,) * schedule.microbatches
+        rows = [[next(given) for _ in range(count)] for count in counts]
+        times = durations.of_units(whole)
+        tasks = Tasks(placement, times, rows, fused=fused, vocabulary=output)
         few = fixed[: 2 if sum(map(len, schedule.ranks)) <= LONG else 1]
         for base in [tasks.rows(orders) for _, orders in few]:
             for gap, urgent in _WAYS[: 1 if quick else None]:
@@ -78,7 +85,14 @@ def add_vocabulary(
                 listed = list_schedule(tasks, base, caps, gap=gap, order=order)
                 found.append(scored(tasks.actions(listed)))
     best = min(found, key=lambda one: one[0])[1]
-    return _with_embeddings(replace(schedule.with_ranks(best), barriers=barriers))
+    made = schedule.with_ranks(named(best, units) if schedule.slices else best)
+    return _with_embeddings(replace(made, barriers=barriers))
+
+
+def taken(schedule: Schedule, barriers: int) -> Fraction:
+    """Activation sets by which the peak of a rank grows at most, of whole microbatches."""
+    costs, whole = schedule.unit_costs()
+    return Fraction(schedule.chunks * barriers * max(unit.size for unit in costs), whole)
 
 
 # Gap of the list schedules, and what is preferred.
@@ -103,7 +117,8 @@ class _Delayed:
     Args:
         schedule: compute actions.
         vocabulary: of the passes to insert.
-        caps: most activation sets, rank by rank. The delay is less if they need that.
+        caps: most that each rank may hold, in the unit of the units' sizes. The delay is less if
+            they need that.
         microbatches: that the caps have room for.
     """
 
@@ -114,7 +129,7 @@ class _Delayed:
         caps: Sequence[int],
         microbatches: Fraction,
     ) -> None:
-        self._vocabulary = vocabulary
+        self._vocabulary, costs = vocabulary, schedule.unit_costs()[0]
         self._run = run = simulate(schedule)
         work = schedule.costs.per_rank_work(schedule.placement)
         self._period = int(max(work) * run.scale) * _FINER
@@ -122,8 +137,8 @@ class _Delayed:
         for quarters in (4, 3, 2, 1, 0):
             delay = int(self._period * most * quarters / 4)
             self._timed = [self._row(rank, delay) for rank in range(schedule.pp)]
-            kept = peak_sets([[action for *_, action in row] for row in self._timed])
-            if all(sets <= cap for sets, cap in zip(kept, caps)):
+            kept = peak_sets([[action for *_, action in row] for row in self._timed], costs)
+            if all(held <= cap for held, cap in zip(kept, caps)):
                 break
         last = [timed for row in self._timed for timed in row if timed[2].stage == vocabulary.last]
         self._saved = {a.microbatch: end for _, end, a in last if a.op is Op.F}
@@ -139,17 +154,24 @@ class _Delayed:
 
     def orders(self, s_quarters: int, t_quarters: int) -> RankActions:
         """With S so many quarters of a period behind the last stage's F, and T behind its B, or
-        with two barriers behind S; what B waits for stands before it."""
+        with two barriers behind S; what B waits for stands before it. S's come in the order of the
+        F's, T's in that of the B's."""
         out: RankActions = []
         s_wait, t_wait = (self._period * quarters // 4 for quarters in (s_quarters, t_quarters))
+        s_at: dict[int, int] = {}
+        next_s = max(begin for begin, _ in self._backward.values())
+        for unit in sorted(self._backward, reverse=True):
+            next_s = min(self._saved[unit] + s_wait, self._backward[unit][0], next_s)
+            s_at[unit] = next_s
         for own, row in zip(self._vocabulary.stages, self._timed):
             timed = [(start, 2, action) for start, _, action in row]
+            timed += [(s_at[j], 0, Action(S, own, j)) for j in sorted(s_at)]
+            latest = 0
             for j, (begin, end) in self._backward.items():
-                s = min(self._saved[j] + s_wait, begin)
                 t = end + t_wait
                 if self._vocabulary.barriers == 2:
-                    t = min(s + t_wait, begin)
-                timed += [(s, 0, Action(S, own, j)), (t, 1, Action(T, own, j))]
+                    t = latest = max(latest, min(s_at[j] + t_wait, begin))
+                timed.append((t, 1, Action(T, own, j)))
             out.append([action for *_, action in sorted(timed, key=lambda one: one[:2])])
         return out
 
@@ -173,7 +195,7 @@ def _with_embeddings(schedule: Schedule) -> Schedule:
     ranks: list[list[AnyAction]] = []
     for rank, (starts, row) in enumerate(zip(run.start, run.schedule.ranks)):
         own = vocabulary.stages[rank]
-        more = [(begin.get(j, -1), 0, Action(E, own, j)) for j in range(schedule.microbatches)]
+        more = [(begin.get(j, -1), 0, Action(E, own, j)) for j in schedule.units]
         more += [(time, 1, Action(G, own, j)) for j, time in ready.items()]
         more.sort()
         out: list[AnyAction] = []

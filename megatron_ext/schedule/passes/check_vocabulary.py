@@ -33,7 +33,7 @@ def check_passes(schedule: Schedule, where: _Where) -> None:
     if vocabulary is None:
         return
     for op in vocabulary.passes:
-        for microbatch in range(schedule.microbatches):
+        for microbatch in schedule.units:
             for rank, action in enumerate(vocabulary.actions(op, microbatch)):
                 if action not in where:
                     text = f"{action} is missing; every rank needs {op.value} of every microbatch"
@@ -53,7 +53,7 @@ def check_collectives(schedule: Schedule, where: _Where) -> None:
     needed = {
         action
         for op in vocabulary.sources
-        for microbatch in range(schedule.microbatches)
+        for microbatch in schedule.units
         for action in vocabulary.actions(op, microbatch)
     }
     for action, (rank, position) in where.items():

@@ -111,7 +111,7 @@ def _collectives(schedule: Schedule) -> _Waiting:
         return {}
     waiting: _Waiting = {}
     for collective, found in schedule.vocabulary.sources.items():
-        for microbatch in range(schedule.microbatches):
+        for microbatch in schedule.units:
             left = [len(found)]
             for kind, stage in found:
                 waiting[Action(kind, stage, microbatch)] = left, collective

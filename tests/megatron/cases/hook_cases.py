@@ -32,6 +32,7 @@ TARGETS = (
     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
     "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
+    "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
     "megatron.core.transformer.moe.router:TopKRouter.routing",
     "megatron.core.transformer.moe.router:TopKRouter._apply_aux_loss",
     "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",

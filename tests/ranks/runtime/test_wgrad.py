@@ -306,3 +306,24 @@ def test_what_postponed_work_keeps_alive(store):
         store.put(Weight(), lambda: x.sum())
     assert store.tensors(1) is None, "a function of its surroundings does not say"
     assert store.tensors(2) == []
+
+
+def test_work_of_several_passes_joins(store):
+    """Rows of later keys stand behind those of earlier ones, in one task; what cannot be joined
+    stays apart, the last key's first."""
+    weight, other, log = torch.nn.Parameter(torch.zeros(2)), Weight(), []
+
+    def multiplied(x):
+        log.append(x.flatten().tolist())
+
+    for key in ("b", "a"):  # as B passes run
+        with store.collect(key):
+            rows = torch.full((1 + (key == "b"), 2), float(ord(key)))
+            store.put(weight, multiplied, rows=[rows])
+            store.put(other, lambda key=key: log.append(key))
+    store.join(["a", "b"])
+    assert len(store) == 1 and store.owes(weight) and store.owes(other)
+    store.run("a")
+    assert log == [[97.0] * 2 + [98.0] * 4, "b", "a"] and not len(store)
+    with pytest.raises(RuntimeError, match="no postponed weight gradients for b"):
+        store.run("b")

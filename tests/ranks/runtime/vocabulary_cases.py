@@ -224,7 +224,7 @@ def vocabulary(
         collectives(context.group, CPU),
         EmbeddingShard(embedding, first),
         OutputShard(output, first, chunks, needs_gradient=training, predicts=depths > 0),
-        Batch((samples, SEQUENCE), hidden, WIDE, CPU, 1 + depths),
+        lambda _: Batch((samples, SEQUENCE), hidden, WIDE, CPU, 1 + depths),
         runner,
     )
     executor = Executor(

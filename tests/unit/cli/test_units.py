@@ -144,7 +144,6 @@ def test_pictures_name_slices(run, tmp_path, suffix):
         (["--microbatch-cost", "nowhere"], "--microbatch-cost nowhere: No such file"),
         (["--reorder-microbatches"], "--reorder-microbatches orders by --microbatch-cost"),
         (["--slices", "2", "--jitter", "0.1"], "a jitter of pass times takes whole microbatches"),
-        (["--slices", "2", "--vocabulary", "1,1,1,1"], "a sharded vocabulary takes whole"),
         (["--slices", "2", "--exchange", ".1,.1"], "communication of experts in the costs takes"),
     ],
 )
@@ -160,7 +159,7 @@ def test_the_explorer_offers_flags_of_slices_that_training_takes():
         ("--slices 1", base),
         ("--slices 4", f"{base} --pp-slices 4"),
         ("--slices 4 --slice-cut even", f"{base} --pp-slices 4 --pp-slice-cut even"),
-        ("--slices 4 --slice-weights joined", ""),
+        ("--slices 4 --slice-weights joined", f"{base} --pp-slices 4 --pp-slice-weights joined"),
         ("--slices 4 --objective span", ""),
         ("--slices 1,2,1,1", ""),
         ("--microbatch-cost 1,2,1,1", ""),

@@ -263,7 +263,6 @@ class TestText:
             ({"slices": 0}, '"slices" must be a whole number from 1'),
             ({"slices": "3"}, '"slices" must be a whole number'),
             ({"slices": [3, 10**6]}, "are more than 65536"),
-            ({"vocabulary_barriers": 1}, "a sharded vocabulary takes whole microbatches"),
         ],
     )
     def test_a_file_that_contradicts_itself(self, change: dict[str, object], words: str) -> None:

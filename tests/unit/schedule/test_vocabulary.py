@@ -67,6 +67,35 @@ def test_every_schedule_takes_them(name, barriers, pp, microbatches):
     assert simulate(lowered).makespan == simulate(schedule).makespan
 
 
+@pytest.mark.parametrize("counts", ["3", "1423"])
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("name", sampled(NAMES, FEW))
+def test_slices_have_their_own(name, barriers, counts):
+    """In the order of their F's and B's; a pipeline of slices idles less than one of wholes."""
+    slices = [int(n) for n in counts]
+    base = generate(name, 4, 4, costs=costs(), slices=slices * (4 // len(slices)), effort=0)
+    schedule = add_vocabulary(base, barriers, quick=True)
+    check(schedule)
+    units = schedule.units
+    falling = sorted(units, key=lambda unit: (unit.microbatch, -unit.slice))
+    for row, own in zip(schedule.ranks, schedule.placement.stages):
+        for op, order in ((S, units), (E, units), (T, falling), (G, falling)):
+            assert [a for a in row if a.op is op] == [Action(op, own[0], unit) for unit in order]
+    more = Fraction(barriers, min(slices))
+    before = base.peak_activation()
+    assert all(a <= b + more for a, b in zip(schedule.peak_activation(), before))
+    lowered = lower(schedule)
+    check(lowered)
+    assert from_json(json.loads(json.dumps(lowered.to_json()))) == replace(lowered, name=name)
+    run = simulate(lowered)
+    work = 4 * (3 + sum(map(Fraction, SMALL[:4])))
+    assert run.bubble == 1 - work / run.makespan
+    assert max(run.peak_vocabulary) <= 4 and run.peak_vocabulary[0] % Fraction(1, 12) == 0
+    if slices == [3]:
+        whole = add_vocabulary(generate(name, 4, 4, costs=costs(), effort=0), barriers, quick=True)
+        assert run.makespan < simulate(whole).makespan
+
+
 @pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("name", sampled(NAMES, FEW))
 def test_no_bubble_repeats(name, barriers):

@@ -20,7 +20,7 @@ from ...targets import PARALLEL_STATE, STEPS
 from ...utils import chunks_of, file_contents, most_microbatches
 from . import queues
 from .choice import ChosenMoE
-from .flags import FLAGS, MoERequest, check_budget, stock_sets
+from .flags import FLAGS, MoERequest, check_budget, of_whole, stock_sets
 from .host import HostArenas
 from .layer import FixedPolicy, PipelinedMoE
 
@@ -113,16 +113,29 @@ class MoE(Feature):
         def most(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
             if schedule is None:
                 return stock_sets(_pp(run), chunks, microbatches)
-            plan = None if run.pipeline is None else run.pipeline.plans.in_force(microbatches)
-            return peak((plan or schedule.plan(microbatches)).ranks)
+            return peak(plan_for(microbatches).ranks)
 
-        sets, calls = functools.partial(most, peak_sets), functools.partial(most, peak_calls)
+        def plan_for(microbatches: int) -> Any:
+            plan = None if run.pipeline is None else run.pipeline.plans.in_force(microbatches)
+            assert schedule is not None
+            return plan or schedule.plan(microbatches)
+
+        def whole(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
+            found = most(peak, chunks, microbatches)
+            return found if schedule is None else of_whole(found, plan_for(microbatches))
+
+        # Passes in flight: as they are, and as so many of whole microbatches.
+        sets = functools.partial(most, peak_sets)
+        whole_sets, calls = (
+            functools.partial(whole, peak_sets),
+            functools.partial(whole, peak_calls),
+        )
 
         if not request.chooses:
             policy = FixedPolicy(request.plan)
         else:
             if request.budget_bytes is not None:
-                check_budget(run.args, request.space(), request.budget_bytes, sets)
+                check_budget(run.args, request.space(), request.budget_bytes, whole_sets)
             policy = ChosenMoE(request.space(), request.budget_bytes, sets, request.costs)
         if run.args.rank == 0:
             level = logging.INFO if run.schedule is None else logging.DEBUG  # few lines at a start

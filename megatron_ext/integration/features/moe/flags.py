@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from ....moe.plan import Budget, BudgetError, LayerPlan, LayerShape, Restore, St
 from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
 from ....schedule.effects import peak_sets
 from ....schedule.generators import generate
+from ....schedule.schedule import Schedule
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
@@ -224,3 +225,10 @@ def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
     except ValueError:  # microbatches in groups that ours do not have
         warmup = [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
         return [min(sets, chunks * microbatches) for sets in warmup]
+
+
+def of_whole(passes: Sequence[int], plan: Schedule) -> list[int]:
+    """As many of whole microbatches, rounded up, as ``passes`` of its slices are at most."""
+    costs, whole = plan.unit_costs()
+    largest = max(unit.size for unit in costs)
+    return [-(-count * largest // whole) for count in passes]

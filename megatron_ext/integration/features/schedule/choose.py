@@ -267,7 +267,8 @@ class ScheduleRequest:
         if self.cut is None:
             return spec
         costs, m = self.cut.costs(spec.costs, spec.microbatches), spec.microbatches
-        return replace(spec, slices=(len(self.cut.ends),) * m, costs=costs)
+        counts = (len(self.cut.ends),) * m
+        return replace(spec, slices=counts, costs=costs, joined=self.cut.joined)
 
 
 class Measured(NamedTuple):

@@ -7,14 +7,15 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ....plan.slices import CONFLICTS, FLAG
+from ...._input import attribute
+from ....plan.slices import CONFLICTS, FLAG, PACKED
 from ....releases import parse
 from ....schedule import AUTO
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
-from .wanted import CUT, Wanted
+from .wanted import CUT, WEIGHTS, Wanted
 
 _PREDICTION = (0, 17)  # the first version whose multi-token prediction can be cut
 _NUMBERS = (2, 4, 8, 16)  # of slices, that auto chooses from
@@ -49,6 +50,13 @@ class Slices(Feature):
             f"with {FLAG}: balanced (default), so that all slices take equally long under causal "
             "attention, or even, of equal lengths",
             choices=("balanced", "even"),
+            needs=Needs({FLAG: ()}, f"{FLAG} 2 or more", idle=1),
+        ),
+        Flag(
+            WEIGHTS,
+            f"with {FLAG}: each (default), every slice has a W of its own, or joined, one product "
+            "for all slices of a microbatch, whose sets stay until then; for schedules with W",
+            choices=("each", "joined"),
             needs=Needs({FLAG: ()}, f"{FLAG} 2 or more", idle=1),
         ),
     )
@@ -103,10 +111,12 @@ class Slices(Feature):
 
 def _wanted(args: MegatronArgs) -> Sequence[Wanted]:
     """What the flags ask for, one cut or several to choose from; empty: whole sequences."""
-    count, cut = args.pp_slices, args.pp_slice_cut
+    count, even = args.pp_slices, args.pp_slice_cut == "even"
+    packed = any(getattr(args, attribute(name), False) for name in PACKED)
+    rest = even, packed, args.pp_slice_weights == "joined"
     if isinstance(count, str):
-        return [Wanted(number, cut == "even") for number in _NUMBERS]
-    return [Wanted(count, cut == "even")] if count is not None and count > 1 else ()
+        return [Wanted(number, *rest) for number in _NUMBERS]
+    return [Wanted(count, *rest)] if count is not None and count > 1 else ()
 
 
 def _implementations(run: Run) -> Sequence[str]:

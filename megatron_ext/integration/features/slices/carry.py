@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,10 +13,17 @@ import torch
 from ...errors import ConfigError
 from ...hooks import Hook
 from ...targets import ATTENTION, ROTARY
+from . import documents
 from .state import Slicing
 
 KEYS = "keys"  # what is held of a module that attends
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+class _OfDocuments(enum.Enum):
+    """Transformer Engine's masks that Megatron's ``AttnMaskType`` lacks, by their names."""
+
+    padding_causal_bottom_right = enum.auto()
 
 
 class Held:
@@ -32,36 +40,41 @@ class Held:
 
 
 class Carry(torch.autograd.Function):
-    """A slice's keys and values -> all up to its end; its backward pass leaves the gradients of
-    earlier ones for their slices, which come later, and takes what later slices left."""
+    """A slice's keys and values -> all from ``start`` to its end.
+
+    Its backward pass leaves the gradients of earlier ones for their slices, which come later, and
+    takes what later slices left.
+    """
 
     @staticmethod
-    def forward(ctx: Any, keys: Any, values: Any, held: Held, begin: int, end: int) -> Any:
-        ctx.held, ctx.begin, ctx.end = held, begin, end
+    def forward(
+        ctx: Any, keys: Any, values: Any, held: Held, begin: int, end: int, start: int = 0
+    ) -> Any:
+        ctx.held, ctx.begin, ctx.end, ctx.start = held, begin, end, start
         for buffer, new in zip(held.tensors, (keys, values)):
             # By ``data``: what earlier slices have saved of the buffer has not changed.
             buffer.data[begin:end].copy_(new)
-        return tuple(buffer.data[:end] for buffer in held.tensors)
+        return tuple(buffer.data[start:end] for buffer in held.tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        found = []
+        found, prefix = [], ctx.begin - ctx.start
         for place, grad in enumerate(grads):
-            sums, own = ctx.held.gradients[place], grad[ctx.begin : ctx.end]
+            sums, own = ctx.held.gradients[place], grad[prefix:]
             if sums is not None:
                 own = (own.to(sums.dtype) + sums[ctx.begin : ctx.end]).to(grad.dtype)
-            if ctx.begin:
+            if prefix:
                 if sums is None:  # the last slice comes first
                     wide = _WIDE.get(grad.dtype, grad.dtype)
                     sums = grad.new_zeros(ctx.held.tensors[place].shape, dtype=wide)
                     ctx.held.gradients[place] = sums
-                sums[: ctx.begin] += grad[: ctx.begin]
+                sums[ctx.start : ctx.begin] += grad[:prefix]
             found.append(own)
-        return (*found, None, None, None)
+        return (*found, None, None, None, None)
 
 
 def attended(slicing: Slicing, module: Any, keys: Any, values: Any) -> tuple[Any, Any]:
-    """Keys and values up to the slice's end, for a module that attends.
+    """Keys and values that the slice attends to, and its own, for a module that attends.
 
     Raises:
         ConfigError: they are not the slice's.
@@ -82,7 +95,7 @@ def attended(slicing: Slicing, module: Any, keys: Any, values: Any) -> tuple[Any
         return made
 
     held = slicing.held(KEYS, module, make)
-    found: tuple[Any, Any] = Carry.apply(keys, values, held, begin, end)
+    found: tuple[Any, Any] = Carry.apply(keys, values, held, begin, end, begin - slicing.prefix)
     return found
 
 
@@ -103,6 +116,7 @@ def hooks(slicing: Slicing, implementations: Sequence[str]) -> Sequence[Hook]:
             for name in implementations
         ),
         *(Hook(one, rotary, "positions of every slice would begin at 0") for one in ROTARY),
+        *documents.hooks(slicing),
     )
 
 
@@ -127,7 +141,10 @@ def _attention(
                 self, query, key, value, attention_mask, attn_mask_type, *args, **kwargs
             )
         key, value = attended(slicing, self, key, value)
-        with masked(slicing.span, self, key.device, attention_mask, attn_mask_type) as (mask, kind):
+        packed = kwargs.get("packed_seq_params")
+        if packed is not None:
+            kwargs["packed_seq_params"] = documents.attended(slicing, packed)
+        with masked(slicing, self, key.device, attention_mask, attn_mask_type) as (mask, kind):
             return original(self, query, key, value, mask, kind, *args, **kwargs)
 
     return forward
@@ -135,11 +152,14 @@ def _attention(
 
 @contextlib.contextmanager
 def _local(
-    span: tuple[int, int], module: Any, device: Any, mask: Any, kind: Any
+    slicing: Slicing, module: Any, device: Any, mask: Any, kind: Any
 ) -> Iterator[tuple[Any, Any]]:
     from megatron.core.transformer.enums import AttnMaskType
 
-    begin, end = span
+    begin, end = slicing.span
+    if slicing.documents:
+        yield mask, kind  # by their lengths
+        return
     if mask is None:
         mask = torch.ones(end - begin, end, dtype=torch.bool, device=device)
         mask = mask.triu(begin + 1)[None, None]
@@ -155,10 +175,18 @@ def _local(
 
 
 @contextlib.contextmanager
-def _transformer_engine(*_: Any) -> Iterator[tuple[Any, Any]]:
+def _transformer_engine(slicing: Slicing, *_: Any) -> Iterator[tuple[Any, Any]]:
     from megatron.core.transformer.enums import AttnMaskType
 
-    yield None, AttnMaskType.causal_bottom_right
+    if not slicing.documents:
+        yield None, AttnMaskType.causal_bottom_right
+    else:  # Where no document is cut, what Megatron takes for whole ones.
+        yield (
+            None,
+            _OfDocuments.padding_causal_bottom_right
+            if slicing.prefix
+            else (AttnMaskType.padding_causal),
+        )
 
 
 _MASKED = {"local": _local, "transformer_engine": _transformer_engine}
@@ -167,8 +195,13 @@ _MASKED = {"local": _local, "transformer_engine": _transformer_engine}
 def _rotary(slicing: Slicing, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> Any:
-        begin = 0 if slicing.now is None else slicing.span[0]
-        return original(self, max_seq_len, offset + begin, *args, **kwargs)
+        if slicing.now is None or not slicing.documents:
+            begin = 0 if slicing.now is None else slicing.span[0]
+            return original(self, max_seq_len, offset + begin, *args, **kwargs)
+        found = original(self, max_seq_len, offset, *args, **kwargs)
+        if not isinstance(found, tuple):
+            return documents.positions(slicing, found)
+        return documents.positions(slicing, found[0]), *found[1:]  # with YaRN's scale
 
     # Of the original's cache, which multi-latent attention clears.
     for name in ("cache_clear", "cache_info"):

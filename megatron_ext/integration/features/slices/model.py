@@ -12,6 +12,7 @@ import torch
 from ...errors import ConfigError
 from ...hooks import Hook, around
 from ...targets import GPT_FORWARD
+from . import documents
 from .prediction import Prediction, Whole
 from .state import Slicing
 
@@ -51,10 +52,13 @@ def _forward(
             "--pp-slices adds the losses of slices, so the model needs labels, but it was called "
             "without; drop --pp-slices, or let the model compute the losses of tokens"
         )
+    if (packed := given.get("packed_seq_params")) is not None:
+        _pack(slicing, packed, model.config)
+        whole.packed = packed
+        given["packed_seq_params"] = documents.of_slice(slicing, packed)
     begin, end = slicing.span
-    for name in ("padding_mask", "packed_seq_params"):
-        if given.get(name) is not None:
-            raise ConfigError(f"--pp-slices does not cut a {name}, which the model got; drop it")
+    if given.get("padding_mask") is not None:
+        raise ConfigError("--pp-slices does not cut a padding_mask, which the model got; drop it")
     whole.labels, whole.loss_mask = given.get("labels"), given.get("loss_mask")
     for name in _CUT:
         if given.get(name) is not None:
@@ -65,9 +69,26 @@ def _forward(
         output = original(*bound.args, **bound.kwargs)
     finally:
         whole.clear()
-    if model.post_process:
+    if model.post_process and output.dim() == 2:  # not hidden states, as of a sharded vocabulary
         output = torch.nn.functional.pad(output, (begin, slicing.tokens - end))
     return output
+
+
+def _pack(slicing: Slicing, packed: Any, config: Any) -> None:
+    """The microbatch of the pass that runs has these documents.
+
+    Raises:
+        ConfigError: there are tokens in no document, or losses of samples that slices are not.
+    """
+    edges, length = documents.edges_of(packed), getattr(packed, "tokens_per_sample", None)
+    balanced = getattr(config, "moe_router_load_balancing_type", None) or ()
+    if length and edges[-1] > length and "seq_aux_loss" in balanced:
+        raise ConfigError(
+            f"--pp-slices cuts the {edges[-1]} tokens of a microbatch's packed samples in one row, "
+            f"but seq_aux_loss takes them by {length}; give --micro-batch-size 1 or use aux_loss"
+        )
+    slicing.sequence(edges[-1])
+    slicing.pack(edges)
 
 
 @functools.lru_cache(maxsize=4)

@@ -29,6 +29,7 @@ class Whole:
         self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.labels: torch.Tensor | None = None
         self.loss_mask: torch.Tensor | None = None
+        self.packed: Any = None
 
     def add(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         """``part`` was cut out of ``whole``. Both are kept, so that no other gets its identity."""
@@ -51,7 +52,7 @@ class Whole:
     def clear(self) -> None:
         """After the model's forward pass."""
         self._of.clear()
-        self.labels = self.loss_mask = None
+        self.labels = self.loss_mask = self.packed = None
 
 
 class Prediction:
@@ -79,6 +80,8 @@ class Prediction:
     def _roll(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if self._slicing.now is None or self._in_loss or tensor is None:
             return original(tensor, *args, **kwargs)
+        if kwargs.get("packed_seq_params") is not None:
+            kwargs["packed_seq_params"] = self.whole.packed
         whole, *more = original(self.whole.of(tensor), *args, **kwargs)
         begin, end = self._slicing.span
         part = whole[..., begin:end].contiguous()
@@ -97,6 +100,8 @@ class Prediction:
             return torch.nn.functional.pad(losses, (begin, tokens - end))
 
         given |= {"labels": self.whole.labels, "loss_mask": self.whole.loss_mask}
+        if given.get("packed_seq_params") is not None:
+            given["packed_seq_params"] = self.whole.packed
         given["compute_language_model_loss"] = padded
         self._in_loss = True
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ....runtime.executor import BackwardPass, ForwardPass
+from ....runtime.executor import BackwardPass
 from ....schedule.units import Unit
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
@@ -134,11 +134,18 @@ class SliceRunner(MegatronRunner):
     """F, B and W of slices: a unit stands in the place of a microbatch."""
 
     def __init__(
-        self, *args: Any, slicing: Slicing, cuts: Cuts, batches: Any, unknown: bool = False
+        self,
+        *args: Any,
+        slicing: Slicing,
+        cuts: Cuts,
+        batches: Any,
+        unknown: bool = False,
+        **more: Any,
     ) -> None:
-        super().__init__(*args)
         self._slicing, self._cuts, self._batches = slicing, cuts, batches
         self._unknown = unknown
+        self._reported: list[tuple[int, Any]] = []  # (slice, of the loss function) of a microbatch
+        super().__init__(*args, **more)  # may make what asks for spans
 
     def forward_step_func(self, chunk: int, microbatch: int) -> Callable[..., Any]:
         found = super().forward_step_func(chunk, microbatch)
@@ -147,23 +154,47 @@ class SliceRunner(MegatronRunner):
         return _with_linear_loss(found) if self._unknown and last and not microbatch else found
 
     def forward_step(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> tuple[Any, Any]:
-        unit = _unit(microbatch)
-        batches = self._batches[chunk]
-        if batches is not None:
-            batches.begin(unit)
+        unit, before = _unit(microbatch), len(self.losses)
+        self.before_batch(chunk, microbatch)
         counting = self._mover or self._observer
         self._slicing.stays = None if counting is None else counting.stays
         with self._slicing.at(self._cuts, chunk, unit, first=True):
             found = super().forward_step(chunk, microbatch, x)
             _require_attention(self._it.models[chunk], self._slicing.calls(carry.KEYS))
-        if unit.slice and len(self.losses) > unit.microbatch + 1:
-            self.losses[-2:] = [added(*self.losses[-2:])]
+        if len(self.losses) > before:
+            self.reported(unit)
         return found
 
-    def forwarded(self, of: ForwardPass, y: torch.Tensor, num_tokens: Any) -> torch.Tensor | None:
+    def before_batch(self, chunk: int, microbatch: int) -> None:
+        batches = self._batches[chunk]
+        if batches is not None:
+            batches.begin(_unit(microbatch))
+
+    def span(self, chunk: int, microbatch: int, tokens: int) -> tuple[int, int]:
+        unit = _unit(microbatch)
+        ends = self._cuts.of(tokens).ends
+        return (ends[unit.slice - 1] if unit.slice else 0), ends[unit.slice]
+
+    def of_whole(self, chunk: int, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+        unit = _unit(microbatch)
+        tokens = self._cuts.get(chunk, unit.microbatch).ends[-1]
+        begin, end = self.span(chunk, unit, tokens)
+        return torch.nn.functional.pad(losses, (begin, tokens - end))
+
+    def reported(self, microbatch: int) -> None:
+        unit, parts = _unit(microbatch), self._reported
+        parts.append((unit.slice, self.losses.pop()))
+        last = self.placement.chunk_of(self.placement.num_stages - 1)
+        if len(parts) == len(self._cuts.get(last, unit.microbatch).ends):
+            # From first to last, whether losses come in F or in B.
+            every = (part for _, part in sorted(parts, key=lambda one: one[0]))
+            self.losses.append(functools.reduce(added, every))
+            parts.clear()
+
+    def count(self, microbatch: int, num_tokens: Any) -> None:
         # Every slice's loss function counts the tokens of the whole microbatch.
-        tokens = torch.zeros_like(self.num_tokens) if _unit(of.microbatch).slice else num_tokens
-        return super().forwarded(of, y, tokens)
+        if not _unit(microbatch).slice:
+            super().count(microbatch, num_tokens)
 
     def live_sets(self) -> float:
         away = {*self._mover.on_host()} if self._mover else ()
@@ -180,6 +211,19 @@ class SliceRunner(MegatronRunner):
             yield
         if not unit.slice:
             self._slicing.ended(of.chunk, unit.microbatch)
+
+    def weight(self, chunk: int, microbatch: int) -> None:
+        unit = _unit(microbatch)
+        cut = self._cuts.get(chunk, unit.microbatch)
+        if not cut.joined:
+            super().weight(chunk, unit)
+            return
+        # Those of its microbatch; W is named after the first one, whose B was the last.
+        every = [Unit(unit + k, unit.microbatch, k) for k in range(len(cut.ends))]
+        self._store.join([(chunk, one) for one in every])
+        super().weight(chunk, unit)
+        for one in every[1:]:
+            self._finished(chunk, one)
 
     def _is_last(self, microbatch: int) -> bool:
         unit = _unit(microbatch)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ class Cuts:
         self.of = functools.cache(of)
         self._tokens = tokens
         self._found: dict[tuple[int, int], Cut] = {}
+        self._documents: dict[tuple[int, int], Sequence[int]] = {}
 
     def get(self, chunk: int, microbatch: int) -> Cut:
         """Of a microbatch in a model chunk."""
@@ -35,6 +37,14 @@ class Cuts:
     def set(self, chunk: int, microbatch: int, tokens: int) -> None:
         """A microbatch has so many tokens."""
         self._found[chunk, microbatch] = self.of(tokens)
+
+    def documents(self, chunk: int, microbatch: int) -> Sequence[int]:
+        """Where the documents packed in a microbatch begin, and the last ends; empty: none are."""
+        return self._documents.get((chunk, microbatch), ())
+
+    def pack(self, chunk: int, microbatch: int, edges: Sequence[int]) -> None:
+        """A microbatch has documents between these ``edges``."""
+        self._documents[chunk, microbatch] = edges
 
     def share(self, chunk: int, unit: Unit) -> float:
         """Of a unit, what it has of its microbatch's tokens."""
@@ -75,6 +85,25 @@ class Slicing:
         assert self.now is not None and self._cuts is not None
         chunk, unit = self.now
         self._cuts.set(chunk, unit.microbatch, tokens)
+
+    def pack(self, edges: Sequence[int]) -> None:
+        """The microbatch of the pass that runs has documents between these ``edges``."""
+        assert self.now is not None and self._cuts is not None
+        chunk, unit = self.now
+        self._cuts.pack(chunk, unit.microbatch, edges)
+
+    @property
+    def documents(self) -> Sequence[int]:
+        """Edges of the documents packed in the microbatch; empty: none are."""
+        assert self.now is not None and self._cuts is not None
+        chunk, unit = self.now
+        return self._cuts.documents(chunk, unit.microbatch)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the slice that it attends to: all, or those of the document it cuts."""
+        begin, edges = self.span[0], self.documents
+        return begin - edges[bisect_right(edges, begin) - 1] if edges else begin
 
     @property
     def unit(self) -> Unit:

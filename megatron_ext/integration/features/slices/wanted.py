@@ -11,6 +11,7 @@ from ....schedule.spec import Cut
 from ...errors import ConfigError
 
 CUT = "--pp-slice-cut"
+WEIGHTS = "--pp-slice-weights"
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,15 @@ class Wanted:
     Attributes:
         count: slices of a sequence.
         even: they are of equal lengths; else they take equally long.
+        packed: documents are packed in sequences, so that attention looks back by one only, which
+            is taken as free.
+        joined: one W for all slices of a microbatch.
     """
 
     count: int
     even: bool
+    packed: bool = False
+    joined: bool = False
 
     def cut(self, tokens: int, config: Any) -> Cut:
         """Of sequences of ``tokens``.
@@ -35,11 +41,12 @@ class Wanted:
         Raises:
             ConfigError: there are fewer tokens than slices.
         """
-        attention = attention_share(tokens, config.hidden_size)
+        attention = attention_share(tokens, config.hidden_size) * (not self.packed)
         try:
-            return Cut.of(tokens, self.count, attention, _multiple(config), self.even)
+            cut = Cut.of(tokens, self.count, attention, _multiple(config), self.even)
         except ValueError as error:
             raise ConfigError(f"{FLAG} {self.count}: {error}; give fewer slices") from None
+        return cut._replace(joined=self.joined)
 
     def fits(self, tokens: int, config: Any) -> bool:
         """True if there are as many slices in so many tokens."""
@@ -52,7 +59,8 @@ class Wanted:
             config: as of ``cut``.
         """
         tokens = self.count * _multiple(config)
-        return Cut.of(tokens, self.count, Fraction(0), _multiple(config), even=True)
+        cut = Cut.of(tokens, self.count, Fraction(0), _multiple(config), even=True)
+        return cut._replace(joined=self.joined)
 
 
 def _multiple(config: Any) -> int:

@@ -61,6 +61,8 @@ class SplitBackward(Feature):
         if step.plan is not self._plan:
             self._plan = step.plan
             several = step.call.iteration.config.tensor_model_parallel_size > 1
+            # One W of several B's waits for all of them.
+            several &= not step.plan.joined
             self._store.followed_by = followed_by(step.plan, step.rank) if several else {}
         if step.plan.splits_backward:
             self._prepare(step)

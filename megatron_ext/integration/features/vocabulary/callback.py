@@ -16,7 +16,7 @@ from ...hooks import Hook
 from ...utils import LastModels, unwrapped
 from .ends import FLAG, depths_of, require_no_hooks
 from .model import shard_of
-from .run import VocabularyRunner
+from .run import VocabularyRunner, runner_of
 
 
 class ShardedVocabulary(Callback):
@@ -40,10 +40,8 @@ class ShardedVocabulary(Callback):
             require_gradient_hooks(models)
             self._checked.set(models)
         require_no_hooks(models)  # in every step: they cost microseconds, and hooks may come late
-        step.runner_type = functools.partial(
-            VocabularyRunner,
-            passes=functools.partial(_passes, step, self._messages, self._chunks),
-        )
+        passes = functools.partial(_passes, step, self._messages, self._chunks)
+        step.runner_type = runner_of(step.runner_type, passes)
 
     def close(self) -> None:
         self._checked = LastModels()
@@ -61,13 +59,19 @@ def _passes(
     sequence = shape[0] * (ranks.size if ranks.sequence_parallel else 1)
     weight, first_row = shard.output, shard.first_row
     training, depths = not iteration.forward_only, depths_of(config)
-    samples = shape[1] * (1 + depths)
-    hidden = shape[0], samples, shape[2]
+    samples, part = shape[1] * (1 + depths), sequence // shape[0]
+
+    @functools.cache
+    def batch(microbatch: int) -> Batch:
+        begin, end = runner.span(0, microbatch, sequence)
+        hidden = (end - begin) // part, samples, shape[2]
+        return Batch((samples, end - begin), hidden, weight.dtype, weight.device, 1 + depths)
+
     return VocabularyPasses(
         step.plan,
         collectives(step.call.group, weight.device, messages),
         EmbeddingShard(shard.embedding, first_row),
         OutputShard(weight, first_row, chunks, ranks, training, predicts=depths > 0),
-        Batch((samples, sequence), hidden, weight.dtype, weight.device, 1 + depths),
+        batch,
         runner,
     )

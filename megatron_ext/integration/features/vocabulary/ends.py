@@ -22,6 +22,8 @@ FLAG = "--pp-vocab-parallel"
 # Of a module: attributes in which PyTorch keeps the hooks of its passes, or what it knows of them.
 _BEFORE_PASSES = "_forward_pre_hooks"
 _PASSES = (_BEFORE_PASSES, "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Modules whose hooks look at no output: ours, and Megatron's that waits for gathered weights.
+_OWN = ("megatron_ext.", "megatron.core.distributed.")
 # Arguments that the end of the model needs behind the output layer.
 _KEPT = ("labels", "loss_mask", "packed_seq_params", "input_ids", "runtime_gather_output")
 
@@ -202,7 +204,7 @@ def _foreign_hooks(module: torch.nn.Module, kinds: Sequence[str]) -> Iterator[tu
     for kind in kinds:
         for hook in vars(module).get(kind, {}).values():
             function = hook.func if isinstance(hook, functools.partial) else hook
-            if not str(getattr(function, "__module__", "")).startswith("megatron_ext."):
+            if not str(getattr(function, "__module__", "")).startswith(_OWN):
                 yield kind, function
 
 

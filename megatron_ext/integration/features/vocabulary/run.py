@@ -21,7 +21,7 @@ from ....runtime.weight_hooks import foreign_hooks
 from ....schedule.schedule import Schedule
 from ....schedule.vocabulary import G, T
 from ...gradients import add, finish, mark_added
-from ...runner import MegatronRunner
+from ...runner import MegatronRunner, beneath
 from ...split_local import accumulate_fused
 from ...utils import unwrapped
 from .ends import FLAG, End, depths_of, embedding_of, hidden_of, rolled
@@ -60,6 +60,7 @@ class VocabularyRunner(MegatronRunner):
         self._depths = depths_of(self._it.config)
         self._detached = bool(getattr(self._it.config, "mtp_detach_heads", False))
         self._steps: dict[int, _Early] = {}
+        self._drawn: tuple[int, _Early, torch.Tensor] | None = None  # the last microbatch
         self._loss_functions: dict[int, Callable[..., Any]] = {}
         self._ends: dict[int, End] = {}
         # This rank's first chunk has the shards: its gradients are complete after T and G, too.
@@ -70,7 +71,7 @@ class VocabularyRunner(MegatronRunner):
         """The passes; see ``MegatronRunner.extension``."""
         for action in plan.ranks[self._rank]:
             for op, _, microbatch in action.parts:
-                if op in (T, G) and microbatch == plan.microbatches - 1:
+                if op in (T, G) and self._is_last(microbatch):
                     weight = self._shard.output if op is T else self._shard.embedding
                     self._last_use[id(weight)] = op
         return self._passes
@@ -120,7 +121,17 @@ class VocabularyRunner(MegatronRunner):
     def token_ids(self, microbatch: int) -> torch.Tensor:
         """(samples of all heads, sequence), by running the script's forward step up to its
         model."""
+        number = self.number(microbatch)
+        if self._drawn is None or self._drawn[0] != number:
+            self._drawn = number, *self._draw(microbatch)
+        _, self._steps[microbatch], ids = self._drawn
+        begin, end = self.span(self.placement.chunk_of(0), microbatch, ids.shape[1])
+        return ids[:, begin:end]
+
+    def _draw(self, microbatch: int) -> tuple[_Early, torch.Tensor]:
+        """The script's forward step of a microbatch, and the token ids of all heads."""
         it, chunk = self._it, self.placement.chunk_of(0)
+        self.before_batch(chunk, microbatch)
         model = it.models[chunk]
         found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -140,13 +151,14 @@ class VocabularyRunner(MegatronRunner):
                 "times"
             )
         ((args, kwargs),) = found
-        self._steps[microbatch] = _Early(args, kwargs, loss_func)
         signature = inspect.signature(unwrapped(model).forward)
         given = signature.bind(*args, **kwargs).arguments
         ids = given["input_ids"]
         if not isinstance(ids, torch.Tensor):
             raise RuntimeError(f"{FLAG} needs token ids, but the model's input_ids are {ids}")
-        return rolled(ids, self._depths, unwrapped(model), given.get("packed_seq_params"))
+        packed = given.get("packed_seq_params")
+        every = rolled(ids, self._depths, unwrapped(model), packed)
+        return _Early(args, kwargs, loss_func), every
 
     def output_gradient(self, microbatch: int, operands: Operands) -> None:
         """T; see ``VocabularyModel``."""
@@ -195,6 +207,7 @@ class VocabularyRunner(MegatronRunner):
         if it.config.timers is not None:  # which Megatron's function stops
             it.config.timers("forward-compute", log_level=2).start()
         output = self._ends.pop(microbatch).losses(layer, losses, likely)
+        output = self.of_whole(chunk, microbatch, output)
         loss, num_tokens = self._schedules.forward_step_calc_loss(
             it.models[chunk],
             output,
@@ -207,7 +220,8 @@ class VocabularyRunner(MegatronRunner):
             it.cp_size,
             True,
         )
-        self.num_tokens += num_tokens
+        self.count(microbatch, num_tokens)
+        self.reported(microbatch)
         return losses, loss
 
     def _loss_gradient(self, chunk: int, microbatch: int) -> torch.Tensor:
@@ -237,7 +251,7 @@ class VocabularyRunner(MegatronRunner):
 
     def _add(self, op: Any, microbatch: int, weight: Any, gradient: Any) -> None:
         """Add to a shard's gradient, and pass it on to Megatron's data parallelism."""
-        last = microbatch == self._it.num_microbatches - 1
+        last = self._is_last(microbatch)
         if not weight.requires_grad:  # the script has frozen it
             if last:
                 self.chunk_done(0)
@@ -258,6 +272,14 @@ class VocabularyRunner(MegatronRunner):
             finish(weight)
         if last:
             self.chunk_done(0)
+
+
+def runner_of(
+    found: Callable[..., MegatronRunner] | None,
+    passes: Callable[[VocabularyRunner], VocabularyPasses],
+) -> Callable[..., MegatronRunner]:
+    """Makes the runner beneath what ``found`` makes, which may cut microbatches."""
+    return beneath(found, VocabularyRunner, passes=passes)
 
 
 def _sum(weight: torch.Tensor, gradient: Any) -> torch.Tensor:
