@@ -248,7 +248,8 @@ Error of an iteration's time; positive: we predict a slower run.
     - Of these with CUDA graphs of whole iterations: {8}.
 - Passes in pairs (`--overlap-moe-expert-parallel-comm`), fitted (launches count double):
   {6}.
-  A fit to every second one gives 2.5 and 2 times, and errors of 19% and 38% for the others.
+  A fit to every second one gives 2.5 and 2 times, and errors of about 20% and 40% for the
+  others.
 - gpt-oss, whose softmax has a learned offset, held out: {7}.
 
 `plan` prints the error of the runs of a job's kind.
@@ -257,13 +258,13 @@ _NOTES = """\
 ## What made predictions with experts too fast
 
 Without this term runs with experts were predicted 3 to 73 % too fast. Those with CUDA graphs of
-whole iterations and one fused kernel for all experts (container 26.08) were not: -10 to +7 %, except
-for gpt-oss. So products of experts, their memory traffic and the exchange were right, and **the
-host** was missing. A dropless layer waits for its counts of tokens, so the host is never ahead of
-the device, and launches come on top of what the device computes. Each local expert adds launches,
-in FP8 most of all: a cast, a product and the layout of scales, for fc1 and fc2, forward and
-backward. The numbers of launches are counted (`plan/launches.py`); {0:g} microseconds for each are
-fitted. Runs alone show it too: Qwen3 30B on 8 B200 takes 9.2 ms for a layer and a microbatch of
+whole iterations and one fused kernel for all experts (container 26.08) were not: -10 to +7 %,
+except for gpt-oss. So products of experts, their memory traffic and the exchange were right, and
+**the host** was missing. A dropless layer waits for its counts of tokens, so the host is never
+ahead of the device, and launches come on top of what the device computes. Each local expert adds
+launches, in FP8 most of all: a cast, a product and the layout of scales, for fc1 and fc2, forward
+and backward. The numbers of launches are counted (`plan/launches.py`); {0:g} microseconds for each
+are fitted. Runs alone show it too: Qwen3 30B on 8 B200 takes 9.2 ms for a layer and a microbatch of
 4096 tokens (25.11), and 12.6 ms for one of 16384 (26.04.01).
 
 Single layers that were measured on an H200 (gpu.md, stock, experts one after the other), which

@@ -197,7 +197,7 @@ def whole_vocabulary(search: Search) -> None:
     for space in same[:1]:
         plain = replace(space, vocabulary=False, micro_batch_sizes=(best.job.micro_batch_size,))
         likely = sorted(cases(plain, search.result.budget), key=lambda one: one.likely_us)
-        every = [one for case in likely[:_CASES] for one in candidates_of(case, search.units)]
+        every = [one for case in likely[:_OTHERS] for one in candidates_of(case, search.units)]
         fits = [one for one in every if one.bytes <= search.result.budget] or every
         found = [
             one.refined(search.units)
@@ -242,4 +242,4 @@ _CAPS, _CAP_EFFORT = 2, 0.1  # workloads for which an order at a cap is made, wi
 _SMALLEST = 3  # points, each with and without offload
 _LESS, _OFFERS = 4, 60  # points with less memory by offload, of so many likely ones
 _CASES, _ROUGH = 4, 24  # cases, and candidates, that are looked at for their memory
-_COMPARED = 8
+_OTHERS, _COMPARED = 16, 8  # cases, and candidates, of which one is compared with the best
