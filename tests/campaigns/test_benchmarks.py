@@ -179,6 +179,20 @@ def test_lengths(repo_root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "lengths.md").read_text() == text
 
 
+def test_step_lengths(repo_root: Path, tmp_path: Path) -> None:
+    """One seed; orders are made for the step, in the cap's memory."""
+    command = [*BARE, "-m", "benchmarks.step_lengths", "--output", str(tmp_path)]
+    command += ["--seeds", "1", "--date", "2026-01-02"]
+    subprocess.run(command, cwd=repo_root, timeout=PATIENCE, check=True)
+    rows = results(repo_root, tmp_path, "step_lengths")["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        ways = row["ways"]
+        assert ways["free"]["idle"] < ways["given"]["idle"]
+        if row["name"] == "v-cap":
+            assert all(way["memory"] <= 4.8 for name, way in ways.items() if "equal" not in name)
+
+
 def test_adaptive(repo_root: Path, tmp_path: Path) -> None:
     """The smallest cells, and what the page says of them; then the page alone, the same again."""
     command = [*BARE, "-m", "benchmarks.adaptive", "--most", "32", "--random", "8"]
