@@ -152,3 +152,15 @@ def test_patterns():
 def test_flags_keep_the_last_value():
     flags = Flags(["--a", "1", "--b=2", "--a", "3", "4"])
     assert flags.words == ["--b", "2", "--a", "3", "4"]
+
+
+def test_slices_of_so_many_tokens_are_as_many_slices():
+    """A proof's sequences are short; its microbatches keep their places."""
+    line = "--seq-length 8192 --num-layers 4 --pipeline-model-parallel-size 2 --pp-schedule v-half "
+    small = shrink(f"{line} --pp-slice-tokens 3000")
+    assert value(small, "--pp-slices") == ["3"] and "--pp-slice-tokens" not in small.flags
+    assert value(shrink(f"{line} --pp-slice-tokens 8192"), "--pp-slices") == ["1"]
+    more = "--pp-microbatch-costs lengths --pp-reorder-microbatches"
+    small = shrink(f"{line} {more}")
+    assert "--pp-reorder-microbatches" not in small.flags and "--pp-microbatch-costs" in small.flags
+    assert ("--pp-reorder-microbatches", "microbatches are compared by their place") in small.lost
