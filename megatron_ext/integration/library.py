@@ -33,6 +33,8 @@ from .versions import megatron_version, require_supported
 
 logger = logging.getLogger(__name__)
 
+_COSTS = "microbatch_costs"  # the option that may be a function
+
 
 class Library:
     """What ``megatron_ext.enable`` puts in force in a process.
@@ -47,9 +49,13 @@ class Library:
     def __init__(self, options: Mapping[str, object]) -> None:
         version = megatron_version()
         require_supported(version)
+        function = options.get(_COSTS)
+        if callable(function):
+            options = {**options, _COSTS: "lengths"}
         self._options = vars(parsed(options))
         args: Any = SimpleNamespace(**self._options, rank=_rank())
         self._run = run = Run(args, version, training=False, library=True)
+        run.lengths_of = function if callable(function) else None
         if not given(args):
             raise ConfigError("--pp-schedule is missing; give one, e.g. 'v-half'")
         require_rules(args, library=True)

@@ -344,7 +344,7 @@ class Choice:
         key = microbatches, link, costs, reorder
         if key not in self._plans:
             order = self._order(microbatches, link, costs, reorder, profile)
-            with _named(self.name):
+            with named_errors(self.name):
                 self._plans[key] = order.searched()
             while len(self._plans) > _KEPT:
                 del self._plans[next(iter(self._plans))]
@@ -364,6 +364,10 @@ class Choice:
             return None
         order = self._order(microbatches, link, costs, reorder, profile)
         return None if order.is_quick else order
+
+    def known(self, microbatches: int) -> Schedule | None:
+        """What ``plan`` has answered lately for equal microbatches, without offload."""
+        return self._plans.get((microbatches, None, None, False))
 
     def _order(
         self,
@@ -413,12 +417,12 @@ def _with_offload(
 
 def _select(spec: ScheduleSpec, name: str) -> Selected:
     """``select`` with errors that name the flags."""
-    with _named(name):
+    with named_errors(name):
         return select(spec)
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def named_errors(name: str) -> Iterator[None]:
     """Errors inside name the flags of a schedule."""
     try:
         yield

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from ....plan.layout import Split
 from ....runtime.edges import DEFAULT, MessageOptions
 from ....runtime.wgrad import WeightGradStore
-from ....schedule.schedule import Schedule
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import Run
@@ -19,6 +18,7 @@ from ...pipeline import ScheduledPipeline
 from ...plans import Plans
 from .choose import ScheduleRequest
 from .estimate import basis, estimate_model, settle
+from .step_order import order_of_step
 
 
 def prepare(run: Run) -> None:
@@ -72,16 +72,14 @@ def pipeline_of(run: Run) -> None:
             "profile": profile,
         }
 
-    def plan(microbatches: int) -> Schedule:
-        return run.choice(microbatches).plan(microbatches, **measured())
-
     if run.store is None:
         run.store = WeightGradStore()
     post_validation = args.pp_post_validation is not None
     placement = request.placement(args.pipeline_model_parallel_size, run.chunks)
     plans = Plans(
-        plan,
+        lambda microbatches: run.choice(microbatches).plan(microbatches, **measured()),
         lambda microbatches: run.choice(microbatches).later(microbatches, **measured()),
+        lambda loads: order_of_step(run.choice(len(loads.order)), loads),
         placement,
         inputs,
         post_validation,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,22 +18,21 @@ class Cuts:
     """Where the microbatches of one iteration are cut.
 
     Args:
-        of: the cut of sequences of so many tokens.
+        of: of each microbatch, the cut of its sequence if that has so many tokens.
         tokens: of a microbatch that does not say.
     """
 
-    def __init__(self, of: Callable[[int], Cut], tokens: int) -> None:
-        self.of = functools.cache(of)
-        self._tokens = tokens
+    def __init__(self, of: Sequence[Callable[[int], Cut]], tokens: int) -> None:
+        self._of, self._tokens = of, tokens
         self._found: dict[tuple[int, int], Cut] = {}
 
     def get(self, chunk: int, microbatch: int) -> Cut:
         """Of a microbatch in a model chunk."""
-        return self._found.get((chunk, microbatch)) or self.of(self._tokens)
+        return self._found.get((chunk, microbatch)) or self._of[microbatch](self._tokens)
 
     def set(self, chunk: int, microbatch: int, tokens: int) -> None:
         """A microbatch has so many tokens."""
-        self._found[chunk, microbatch] = self.of(tokens)
+        self._found[chunk, microbatch] = self._of[microbatch](tokens)
 
     def share(self, chunk: int, unit: Unit) -> float:
         """Of a unit, what it has of its microbatch's tokens."""

@@ -11,6 +11,7 @@ from ....schedule.spec import Cut
 from ...errors import ConfigError
 
 CUT = "--pp-slice-cut"
+TOKENS = "--pp-slice-tokens"
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,23 @@ class Wanted:
     Attributes:
         count: slices of a sequence.
         even: they are of equal lengths; else they take equally long.
+        tokens: of a slice, on average, at most: ``count`` is that of the usual length; None: it is
+            that of every length.
     """
 
     count: int
     even: bool
+    tokens: int | None = None
+
+    def count_of(self, length: int, config: Any) -> int:
+        """Slices of a sequence of ``length`` tokens, where lengths are known: no more than it has
+        multiples of what a slice must be.
+
+        Args:
+            config: as of ``cut``.
+        """
+        wanted = self.count if self.tokens is None else -(-length // self.tokens)
+        return max(1, min(wanted, length // _multiple(config)))
 
     def cut(self, tokens: int, config: Any) -> Cut:
         """Of sequences of ``tokens``.
