@@ -35,7 +35,7 @@ from megatron_ext.integration.plans import Plans
 from megatron_ext.integration.utils import gather
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
-from megatron_ext.schedule import check, generate, lower
+from megatron_ext.schedule import Schedule, check, generate, lower
 
 OURS = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "v-half", "v-zb")
 # Ours inside Megatron, called with the same model and functions as stock.
@@ -65,7 +65,11 @@ def inside(name: str, chunks: int, rank: int, args: argparse.Namespace) -> Megat
     """Our forward-backward function as Megatron's training loop would call it."""
     pp, m = args.pp, args.microbatches
     placement = generate(name, pp, m, chunks).placement
-    plans = Plans(lambda count: generate(name, pp, count, chunks), lambda count: None, placement)
+
+    def plan(count: int) -> Schedule:
+        return generate(name, pp, count, chunks)
+
+    plans = Plans(plan, lambda count: None, lambda loads: plan(len(loads.order)), placement)
     pipeline = ScheduledPipeline(plans, WeightGradStore(), 300.0)
     return MegatronWay(f"ours in Megatron {name}", pipeline, rank, placement, m)
 

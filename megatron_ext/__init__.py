@@ -28,7 +28,8 @@ def enable(schedule: str | None = None, **options: object) -> Report:
         schedule: a schedule's name, or the path of a schedule file; None: Megatron's own, for
             options that work without (``moe_pipeline_chunks``).
         options: our flags without dashes and ``--pp-``: ``memory_cap=0.6``, ``offload="half"``,
-            ``trace="traces"``, ``moe_pipeline_chunks=4``.
+            ``trace="traces"``, ``moe_pipeline_chunks=4``. ``microbatch_costs`` may also be
+            a function from what a data iterator gives for one microbatch to its sequences' lengths.
 
     Returns:
         What is replaced in Megatron, and where: print it. It stays current.

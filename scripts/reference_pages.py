@@ -29,6 +29,7 @@ WRITTEN = "`python -m scripts.reference_pages` writes this page; a test compares
 FEATURES = {
     "Schedule": ("The schedule", "../start/choosing.md"),
     "Slices": ("Slices of a sequence", "../concepts/slices.md"),
+    "Lengths": ("Steps of varying lengths", "../guides/lengths.md"),
     "ProfileSteps": ("Measured pass times", "../concepts/schedules.md#measured-costs"),
     "Offload": ("Offloading activations", "../guides/offload.md"),
     "Recompute": ("Cheap recompute", "../guides/offload.md#cheap-recompute"),

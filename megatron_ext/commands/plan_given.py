@@ -117,7 +117,7 @@ _OURS = tuple(
     for name in (
         *("schedule", "memory_cap", "group_size", "offload", "offload_chunks", "offload_time"),
         *("offload_transfer", "cheap_recompute", "vocab_parallel", "vocab_chunks", "cost"),
-        *("profile", "slices", "slice_cut", "slice_weights"),
+        *("profile", "slices", "slice_tokens", "slice_cut", "slice_weights"),
     )
 )
 _OF_TENSOR = ("sequence_parallel", "tp_comm_overlap")  # need tensor-parallel ranks

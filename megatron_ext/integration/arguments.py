@@ -104,8 +104,11 @@ class MegatronArgs(Protocol):
     pp_cost: str | None
     pp_effort: float | None
     pp_slices: int | str | None
+    pp_slice_tokens: int | None
     pp_slice_cut: str | None
     pp_slice_weights: str | None
+    pp_microbatch_costs: str | None
+    pp_reorder_microbatches: bool | None
     pp_profile_steps: int | None
     pp_profile: str | None
     pp_p2p: str | None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..schedule.link import Link
 from .hooks import Hook, declared
@@ -18,6 +19,37 @@ if TYPE_CHECKING:
     from ..schedule.actions import Op
     from ..schedule.schedule import Schedule
     from .runner import Call, MegatronRunner, Mover, SetObserver
+
+
+class Loads(NamedTuple):
+    """What the microbatches of one training step are.
+
+    Attributes:
+        tokens: of each, in the order in which they are given.
+        units: of each, for each of its slices, the shares of a whole microbatch's F, B, W and set,
+            by which the plan is made; in that order, or rising where ``free``. Empty: all are
+            equal.
+        order: the number of the microbatch in every place. Plans that are made for a free order
+            change it once more.
+        free: they may run in another order than given.
+    """
+
+    tokens: tuple[int, ...]
+    units: tuple[tuple[tuple[Fraction, ...], ...], ...]
+    order: tuple[int, ...]
+    free: bool
+
+
+def arranged(loads: Loads, plan: Schedule) -> Loads:
+    """``loads`` in the order of a plan that was made for them: its units by place."""
+    if plan.arrangement is None or not loads.units:
+        return loads
+    order = plan.arrangement.order
+    return loads._replace(
+        units=tuple(loads.units[place] for place in order),
+        order=tuple(loads.order[place] for place in order),
+    )
+
 
 # One measured pass: (model chunk, operation, microbatch, seconds).
 Duration = tuple[int, "Op", int, float]
@@ -55,6 +87,7 @@ class Step:
         notes: facts of this iteration that other callbacks may ask for, by name.
         shape: of what travels between stages; None: shapes differ, and are sent ahead. The call's,
             unless a callback's ``begin`` sets another.
+        loads: of its microbatches, to plan it for; None: they count as equal.
     """
 
     call: Call
@@ -70,6 +103,7 @@ class Step:
     losses: list[Any] = field(default_factory=list)
     notes: dict[str, Callable[[], Any]] = field(default_factory=dict)
     shape: tuple[int, ...] | None = field(init=False)
+    loads: Loads | None = None
 
     def __post_init__(self) -> None:
         self.shape = self.call.shape
@@ -117,7 +151,7 @@ class Callback:
         return None
 
     def before_plan(self, step: Step) -> None:
-        """Only ``step.call`` is known; ``PlanInputs`` may be changed."""
+        """Only ``step.call`` is known; ``PlanInputs`` may be changed, and ``step.loads`` set."""
 
     def planned(self, plan: Schedule) -> None:
         """A training plan was made: lowered, checked, and the same on all ranks."""
@@ -126,6 +160,9 @@ class Callback:
         """Another training plan takes the place of ``former`` from this iteration on; by default as
         one that is new."""
         self.planned(plan)
+
+    def planned_for(self, plan: Schedule, loads: Loads) -> None:
+        """As ``planned``, for a step's own microbatches; one comes with nearly every step."""
 
     def begin(self, step: Step) -> None:
         """Before the first pass; ``step.plan`` is known. May set ``mover``, ``observer`` and

@@ -180,6 +180,10 @@ class Run:
         models: of a library: the chunks of the model whose run this is, with their wrappers.
         group: of a library: the model's pipeline.
         notices: for rank 0's log once the run is set up.
+        lengths_of: of a library: a user's function from what a data iterator gives for one
+            microbatch to the lengths of its sequences.
+        slices_of: of a sequence of so many tokens, where lengths are known; None: it is not cut.
+        even_slices: they are of equal lengths; else they take equally long.
     """
 
     args: MegatronArgs
@@ -199,6 +203,9 @@ class Run:
     models: Sequence[Any] = ()
     group: Any = None
     notices: list[str] = field(default_factory=list)
+    lengths_of: Callable[[Any], Any] | None = None
+    slices_of: Callable[[int], int] | None = None
+    even_slices: bool = False
 
     def __post_init__(self) -> None:
         if self.request is None and self.schedule is not None:

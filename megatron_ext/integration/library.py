@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Argument -> attribute of a model's configuration, where they differ.
 _RENAMED = {"num_experts": "num_moe_experts"}
+_COSTS = "microbatch_costs"  # the option that may be a function
 
 
 class Library(EntryPoint):
@@ -51,11 +52,16 @@ class Library(EntryPoint):
 
     def __init__(self, options: Mapping[str, object], entry: bool = True) -> None:
         super().__init__()
+        function = options.get(_COSTS)
+        if callable(function):
+            options = {**options, _COSTS: "lengths"}
         self._options = vars(parsed(options))
         args: Any = SimpleNamespace(**self._options, rank=_rank())
         if not given(args):
             raise ConfigError("--pp-schedule is missing; give one, e.g. 'v-half'")
-        self._run = self.checked(Run(args, self.hooks.version, training=False, library=True))
+        run = Run(args, self.hooks.version, training=False, library=True)
+        run.lengths_of = function if callable(function) else None
+        self._run = self.checked(run)
         self._entry = entry and self._run.request is not None
         self._used = False
         self._shared: dict[Feature, Sequence[Callback]] = {}

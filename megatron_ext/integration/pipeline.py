@@ -14,7 +14,7 @@ from ..runtime.executor import Executor, Extension
 from ..runtime.trace import Recorder
 from ..runtime.watchdog import Watchdog, limit, process_watchdog
 from ..runtime.wgrad import WeightGradStore
-from .callbacks import Callback, Step
+from .callbacks import Callback, Step, arranged
 from .errors import ConfigError
 from .plans import Plans
 from .runner import Call, Iteration, MegatronRunner
@@ -180,7 +180,10 @@ class ScheduledPipeline:
             call.group,
             self.watchdog(step.rank).armed,
             self.callbacks,
+            step.loads,
         )
+        if step.loads is not None:
+            step.loads = arranged(step.loads, plan)
         if len(iteration.models) != plan.chunks:
             raise ConfigError(
                 f"the schedule has {plan.chunks} model chunks a rank, but the model was built with "
@@ -193,6 +196,8 @@ class ScheduledPipeline:
             step.runner = (step.runner_type or MegatronRunner)(
                 iteration, plan.placement, rank, self._store, step.mover, step.observer
             )
+            if step.loads is not None and step.loads.units:
+                step.runner.sizes = [float(row[-1]) for one in step.loads.units for row in one]
             ways, shapes = plan.placement.edges, step.shape is None
             edges = connected(call.group, "passes", ways, device, self.messages, shapes)
         step.channel = Channel(edges, step.shape, iteration.config.pipeline_dtype, device)

@@ -13,11 +13,13 @@ from ..schedule.placement import Placement
 from ..schedule.post_validation import add_post_validation
 from ..schedule.schedule import Schedule
 from ..schedule.training import TrainingOrder
-from .callbacks import Callback, PlanInputs
+from .callbacks import Callback, Loads, PlanInputs, arranged
 from .errors import ConfigError
 from .later import Armed, Searches
 from .utils import gather
 
+# Microbatches, training, and what a plan for loads is made from.
+_Key = tuple[int, bool, tuple[Any, ...] | None]
 MOST_PLANS = 32  # that are kept; a large one takes 20 MB of host memory
 
 
@@ -30,6 +32,7 @@ class Plans:
     Args:
         make: the training schedule (compute and offload actions) for a number of microbatches.
         later: the request for it, if ``make`` would search for it; else None.
+        for_loads: the training schedule for a step's own microbatches.
         placement: of that schedule, and of evaluation.
         inputs: what training schedules depend on; if it is marked as changed, new ones are made.
         post_validation: lowered training schedules hold optimizer post-validation.
@@ -41,15 +44,16 @@ class Plans:
         self,
         make: Callable[[int], Schedule],
         later: Callable[[int], TrainingOrder | None],
+        for_loads: Callable[[Loads], Schedule],
         placement: Placement,
         inputs: PlanInputs | None = None,
         post_validation: bool = False,
         barriers: int = 0,
     ) -> None:
-        self._make, self._later = make, later
+        self._make, self._later, self._for_loads = make, later, for_loads
         self._placement, self._barriers = placement, barriers
         self._inputs, self._post_validation = inputs or PlanInputs(), post_validation
-        self._kept: dict[tuple[int, bool], Schedule] = {}  # the last used last
+        self._kept: dict[_Key, Schedule] = {}  # the last used last
         self._searches = Searches()
         self._begun = False
 
@@ -60,6 +64,7 @@ class Plans:
         group: Any,
         armed: Armed,
         callbacks: Sequence[Callback] = (),
+        loads: Loads | None = None,
     ) -> Schedule:
         """The plan of an iteration, made and verified at its first use; collective then, and when a
         better one takes its place.
@@ -69,6 +74,7 @@ class Plans:
             training: False for evaluation, which runs forward passes only.
             armed: a watchdog around what is collective.
             callbacks: learn of new training plans.
+            loads: of the step; None: its microbatches count as equal.
 
         Raises:
             ConfigError: the ranks have made different plans.
@@ -77,14 +83,16 @@ class Plans:
             self.close()
             self._kept = {key: kept for key, kept in self._kept.items() if not key[1]}
             self._inputs.changed, self._begun = False, False
-        key = microbatches, training
+        own = loads if loads is not None and loads.units else None
+        key = microbatches, training, None if own is None else own.units
         former = self._kept.pop(key, None)
         if training:
             self._searches.step()
         made: Schedule | None = None
         if former is None:
-            made = self._new(microbatches, training, group)
-        elif training:
+            made = self._new(microbatches, training, group) if own is None else self._for_loads(own)
+            self._begun |= training
+        elif training and own is None:
             made = self._searches.take(microbatches, group, armed)
         if made is not None:
             plan = self._ready(made, training)
@@ -97,18 +105,22 @@ class Plans:
         while len(self._kept) > MOST_PLANS:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
-            if oldest[1]:
+            if oldest[1] and oldest[2] is None:
                 self._searches.drop(oldest[0])
         for callback in callbacks if training and made is not None else ():
-            if former is None:
+            if own is not None:
+                callback.planned_for(plan, arranged(own, plan))
+            elif former is None:
                 callback.planned(plan)
             else:
                 callback.improved(plan, former)
         return plan
 
     def in_force(self, microbatches: int) -> Schedule | None:
-        """The training plan for ``microbatches`` that is kept."""
-        return self._kept.get((microbatches, True))
+        """The training plan for ``microbatches`` that was used last."""
+        wanted = microbatches, True
+        kept = (plan for key, plan in reversed(self._kept.items()) if key[:2] == wanted)
+        return next(kept, None)
 
     def close(self) -> None:
         """End what is searched for beside training."""
@@ -118,7 +130,6 @@ class Plans:
         if not training:
             return forward_only(self._placement, microbatches, self._barriers)
         request = self._later(microbatches) if self._begun else None
-        self._begun = True
         # A cap that no quick order keeps is for the search.
         with contextlib.suppress(ValueError):
             if request is not None:

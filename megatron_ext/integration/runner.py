@@ -126,7 +126,12 @@ class MegatronRunner(StageRunner):
         store: where split backward passes leave their weight gradients.
         mover: of activation sets, or None if they all stay.
         observer: of activation sets, or None.
+
+    Attributes:
+        sizes: of every unit's set, in whole microbatches; empty: they are microbatches.
     """
+
+    sizes: Sequence[float] = ()
 
     def __init__(
         self,
@@ -164,6 +169,8 @@ class MegatronRunner(StageRunner):
 
     def live_sets(self) -> float:
         """Activation sets on the device now, of whole microbatches."""
+        if self.sizes:
+            return sum(self.sizes[unit] for _, unit in self._live)
         return len(self._live) - len(self._mover.on_host() if self._mover else ())
 
     def move(self, op: Op, chunk: int, microbatch: int) -> None:

@@ -314,10 +314,10 @@ class Shrinker:
             if name in flags:
                 flags.set(name, size)
         self._experts()
+        self._lengths()
         sequence = 16 * self._small.cp
         for name in ("--seq-length", "--max-position-embeddings"):
             flags.set(name, sequence)
-        self._limit("--pp-slices", _SLICES)
         for name in ("--original-max-position-embeddings", "--window-size", "--decoder-seq-length"):
             if name in flags:
                 self._lost.append((flags.text(name), "the sequence is short"))
@@ -326,6 +326,18 @@ class Shrinker:
         flags.drop("--vocab-size", "--padded-vocab-size")
         flags.set("--vocab-size", _VOCABULARY * tp - 1)
         flags.set(_DIVISIBLE, _VOCABULARY)
+
+    def _lengths(self) -> None:
+        """Slices of so many tokens as a number of them; microbatches in the order given."""
+        flags, order = self._flags, "--pp-reorder-microbatches"
+        tokens = self._number("--pp-slice-tokens", 0)
+        if tokens:
+            flags.drop("--pp-slice-tokens")
+            flags.set("--pp-slices", max(1, -(-self._number("--seq-length", 1) // tokens)))
+        self._limit("--pp-slices", _SLICES)
+        if order in flags:
+            self._lost.append((order, "microbatches are compared by their place"))
+            flags.drop(order)
 
     def _experts(self) -> None:
         flags = self._flags

@@ -180,6 +180,22 @@ def test_lengths(tmp_path: Path) -> None:
     assert (tmp_path / "lengths.md").read_text() == text
 
 
+def test_step_lengths(tmp_path: Path) -> None:
+    """One seed; orders are made for the step, in the cap's memory."""
+    run(tmp_path, "step_lengths", f"--seeds 1 --date {DATE}", *BARE)
+    path = tmp_path / "results" / f"{DATE}-step_lengths.json"
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        ways = row["ways"]
+        assert ways["free"]["idle"] < ways["given"]["idle"]
+        if row["name"] == "v-cap":
+            assert all(way["memory"] <= 4.8 for name, way in ways.items() if "equal" not in name)
+    text = (tmp_path / "step_lengths.md").read_text()
+    run(tmp_path, "step_lengths", f"--page-of {path}", *BARE)
+    assert (tmp_path / "step_lengths.md").read_text() == text
+
+
 def _moe(data: Results) -> bool:
     peaks = {row["way"]: row["peak_bytes"] for row in data["rows"]}
     return len(peaks) == 20 and 0 < peaks["4 s4"] < 0.7 * min(peaks["4 none"], peaks["stock"])

@@ -101,6 +101,15 @@ def test_options(train: Run, flags: str, model: str) -> None:
 
 
 @pytest.mark.matrix
+def test_tokens_of_a_slice(train: Run) -> None:
+    """24 tokens in slices of at most 8 are 3 slices; also where steps are planned by length."""
+    flags = "--pp-schedule", "v-half", "--pp-slice-tokens", "8"
+    expected = train("--pp-schedule", "v-half", "--pp-slices", "3")
+    assert train(*flags) == expected
+    assert train(*flags, "--pp-microbatch-costs", "lengths") == expected
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("model", ["", PACKED])
 def test_tensor_parallel_ranks(train: Run, model: str) -> None:
     """Slices of multiples of their number, where activations are split along the sequence."""

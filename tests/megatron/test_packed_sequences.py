@@ -62,7 +62,7 @@ def packed(edges: list[int], **changed: Any) -> PackedSeqParams:
 def slices_of(edges: list[int], ends: tuple[int, ...]) -> Iterator[tuple[Slicing, Any]]:
     """In each slice of a microbatch, its ``PackedSeqParams``."""
     slicing, whole = Slicing(), packed(edges)
-    cuts = Cuts(lambda tokens: Cut(ends, Fraction(0)), ends[-1])
+    cuts = Cuts([lambda tokens: Cut(ends, Fraction(0))], ends[-1])
     for unit in units_of([len(ends)]):
         with slicing.at(cuts, 0, unit, first=True):
             _pack(slicing, whole, SimpleNamespace())

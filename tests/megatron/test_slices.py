@@ -59,6 +59,33 @@ class TestFlags:
         tensor = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
         assert all(n % 4 == 0 for n in checked(pp_slices=3, **tensor).request.cut.lengths)
 
+    @pytest.mark.parametrize(("tokens", "count"), [(16, 4), (17, 4), (30, 3), (64, 1), (100, 1)])
+    def test_tokens_of_a_slice_say_how_many(self, tokens: int, count: int) -> None:
+        run = checked(pp_slices=None, pp_slice_tokens=tokens)
+        cut = run.request.cut
+        assert (1 if cut is None else len(cut.ends)) == count
+        assert bool(Slices().start(run)) == (count > 1)
+
+    def test_each_length_has_its_number_of_slices(self) -> None:
+        split = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=4)
+        one = SimpleNamespace(sequence_parallel=False)
+        by_tokens, three = Wanted(1, even=True, tokens=8), Wanted(3, even=True)
+        lengths = (1, 8, 9, 40)
+        assert [by_tokens.count_of(n, one) for n in lengths] == [1, 1, 2, 5]
+        assert [three.count_of(n, one) for n in lengths] == [1, 3, 3, 3]
+        assert [three.count_of(n, split) for n in lengths] == [1, 2, 2, 3]
+
+    def test_trainers_need_the_lengths_for_tokens_of_a_slice(self) -> None:
+        changed = {"pp_slices": None, "pp_slice_tokens": 8, "seq_length": 1, "hidden_size": 32}
+        for costs, fits in ((None, False), ("equal", False), ("lengths", True)):
+            args = arguments(variable_seq_lengths=True, pp_microbatch_costs=costs, **changed)
+            run = Run(args, "0.19.0", library=True, request=ScheduleRequest.of("v-half"))
+            refused = pytest.raises(ConfigError, match="--pp-slice-tokens 8 needs --pp-microbatch")
+            with contextlib.nullcontext() if fits else refused:
+                Slices().check_model(run)
+            if fits:
+                assert run.request.cut is None and run.slices_of(17) == 3
+
     @pytest.mark.parametrize("rule", Slices.conflicts, ids=lambda rule: rule.flag)
     def test_conflicts(self, rule: Any) -> None:
         values: dict[str, Any] = {rule.attribute: list(rule.values) or 2}
@@ -182,7 +209,7 @@ class TestCarry:
 
     def test_what_is_held_goes_with_the_first_slice(self) -> None:
         slicing, module = Slicing(), object()
-        cuts = Cuts(lambda tokens: Cut((2, 4), Fraction(0)), 4)
+        cuts = Cuts([lambda tokens: Cut((2, 4), Fraction(0))], 4)
         first, second = units_of([2])
         keys = torch.zeros(2, 1, 1, 4)
         for unit in (first, second):
@@ -201,7 +228,7 @@ class TestCarry:
         from megatron.core.transformer.enums import AttnMaskType
 
         slicing, seen = Slicing(), []
-        cuts = Cuts(lambda tokens: Cut((2, 4), Fraction(0)), 4)
+        cuts = Cuts([lambda tokens: Cut((2, 4), Fraction(0))], 4)
 
         def original(self: Any, q: Any, k: Any, v: Any, mask: Any, kind: Any) -> Any:
             seen.append((len(k), mask, kind))
@@ -274,7 +301,7 @@ def test_every_call_is_cut_for_its_own_length() -> None:
     passes = SlicedPasses(Wanted(2, even=True), ["local"])
     config = SimpleNamespace(hidden_size=32, sequence_parallel=False)
     iteration = SimpleNamespace(config=config)
-    step = SimpleNamespace(training=True)
+    step = SimpleNamespace(training=True, plan=SimpleNamespace(slices=(2, 2)))
     for tokens, shape in ((8, (4, 1, 32)), (12, (6, 1, 32)), (7, None)):
         step.call = SimpleNamespace(batch=(tokens, 1), shape=(tokens, 1, 32), iteration=iteration)
         step.shape = step.call.shape
@@ -286,7 +313,7 @@ def test_every_call_is_cut_for_its_own_length() -> None:
 
 
 def test_every_microbatch_is_cut_for_its_own_length() -> None:
-    slicing, cuts = Slicing(), Cuts(lambda n: Cut((n // 2, n), Fraction(0)), 4)
+    slicing, cuts = Slicing(), Cuts([lambda n: Cut((n // 2, n), Fraction(0))] * 2, 4)
     first, second, *_, other = units_of([2, 2])
     spans = []
     for unit in (first, second, other):

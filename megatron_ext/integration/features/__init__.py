@@ -6,6 +6,7 @@ from ..feature import Feature
 from .checkpoint import Checkpoint
 from .consistency import Consistency
 from .cuda_graphs import CudaGraphs
+from .lengths import Lengths
 from .moe import MoE
 from .offload import Offload
 from .overlap import Overlap
@@ -19,7 +20,8 @@ from .telemetry import Telemetry
 from .v_placement import VPlacement
 from .vocabulary import VocabularyParallel
 
-# Why this order: a profile is read, and sequences are cut, before the schedule is chosen; profiles
+# Why this order: a profile is read, and sequences are cut, before the schedule is chosen; what a
+# step has is read behind the queues of its slices; profiles
 # are written after all else of an iteration has ended; graphs are captured behind all else of a
 # step; offload wraps the linear layers that split their backward pass; a trace is written while
 # offloaded sets are still counted; post-validation drops what has begun before a checkpoint is
@@ -28,6 +30,7 @@ from .vocabulary import VocabularyParallel
 # that runs it; the ranks compare the outcome of all checks.
 FEATURES: tuple[type[Feature], ...] = (
     ProfileSteps,
+    Lengths,
     Slices,
     Schedule,
     CudaGraphs,

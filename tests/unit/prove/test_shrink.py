@@ -168,3 +168,15 @@ def test_lists_and_layouts_are_read_as_plan_reads_them():
     assert layout("E(t*2|(tt|)*2)*2L", Stages(4, 1)) == ("Et|t|t|L", 3)
     with pytest.raises(ValueError, match="more than"):
         layout("E(t*99999|)*99999L", Stages(4, 1))
+
+
+def test_slices_of_so_many_tokens_are_as_many_slices():
+    """A proof's sequences are short; its microbatches keep their places."""
+    line = "--seq-length 8192 --num-layers 4 --pipeline-model-parallel-size 2 --pp-schedule v-half "
+    small = shrink(f"{line} --pp-slice-tokens 3000")
+    assert value(small, "--pp-slices") == ["3"] and "--pp-slice-tokens" not in small.flags
+    assert value(shrink(f"{line} --pp-slice-tokens 8192"), "--pp-slices") == ["1"]
+    more = "--pp-microbatch-costs lengths --pp-reorder-microbatches"
+    small = shrink(f"{line} {more}")
+    assert "--pp-reorder-microbatches" not in small.flags and "--pp-microbatch-costs" in small.flags
+    assert ("--pp-reorder-microbatches", "microbatches are compared by their place") in small.lost

@@ -355,7 +355,7 @@ class Choice:
         key = microbatches, *measured[:_SHAPING]
         if key not in self._plans:
             order = self._order(microbatches, measured)
-            with _named(self.name):
+            with named_errors(self.name):
                 self._plans[key] = order.searched()
             while len(self._plans) > _KEPT:
                 del self._plans[next(iter(self._plans))]
@@ -368,6 +368,10 @@ class Choice:
             return None
         order = self._order(microbatches, measured)
         return None if order.is_quick else order
+
+    def known(self, microbatches: int) -> Schedule | None:
+        """What ``plan`` has answered lately for equal microbatches, without offload."""
+        return self._plans.get((microbatches, *NOTHING[:_SHAPING]))
 
     def _order(self, microbatches: int, measured: Measured) -> TrainingOrder:
         """The request for one order. Under ``auto`` any schedule for which the model is placed
@@ -411,12 +415,12 @@ def _with_offload(
 
 def _select(spec: ScheduleSpec, name: str) -> Selected:
     """``select`` with errors that name the flags."""
-    with _named(name):
+    with named_errors(name):
         return select(spec)
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def named_errors(name: str) -> Iterator[None]:
     """Errors inside name the flags of a schedule."""
     try:
         yield

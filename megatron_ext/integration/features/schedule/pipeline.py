@@ -18,6 +18,7 @@ from ...pipeline import ScheduledPipeline
 from ...plans import Plans
 from .choose import Measured, ScheduleRequest
 from .estimate import basis, estimate_model, settle
+from .step_order import order_of_step
 
 
 def prepare(run: Run) -> None:
@@ -77,6 +78,7 @@ def pipeline_of(run: Run) -> None:
     plans = Plans(
         plan,
         lambda microbatches: run.choice(microbatches).later(microbatches, measured()),
+        lambda loads: order_of_step(run.choice(len(loads.order)), loads),
         placement,
         inputs,
         post_validation,

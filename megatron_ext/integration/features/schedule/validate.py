@@ -20,7 +20,7 @@ from ...utils import full_batch
 from . import V_PLACEMENT, Schedule
 from .choose import Choice, ScheduleRequest
 from .estimate import described
-from .slice_count import with_slices
+from .slice_count import suitable, with_slices
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
 _UNEVEN = (
@@ -183,7 +183,7 @@ def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRe
             f"--pp-schedule auto cannot choose under {asked.flag}; name a schedule, or replace it "
             "by --num-virtual-stages-per-pipeline-rank"
         )
-    names = _suitable(args, pp, asked)
+    names = suitable(args, _suitable(args, pp, asked))
     if asked is not None and chunks > 1:
         _require_chunks_possible(args, AUTO, chunks)
     microbatches, chunks = _full_microbatches(args, pp), max(chunks, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
-from .wanted import CUT, WEIGHTS, Wanted
+from .wanted import CUT, TOKENS, WEIGHTS, Wanted
 
 _PREDICTION = (0, 17)  # the first version whose multi-token prediction can be cut
 _NUMBERS = (2, 4, 8, 16)  # of slices, that auto chooses from
@@ -46,18 +47,27 @@ class Slices(Feature):
             not_in_library_as=(AUTO, lambda value, args: value == AUTO),
         ),
         Flag(
+            TOKENS,
+            f"in place of {FLAG}: as many slices as make them no longer than N tokens on average; "
+            "with --pp-microbatch-costs lengths each microbatch has its own number",
+            "N",
+            int,
+            least=1,
+            excludes=(FLAG, "both say how many slices there are; drop one of them"),
+        ),
+        Flag(
             CUT,
             f"with {FLAG}: balanced (default), so that all slices take equally long under causal "
             "attention, or even, of equal lengths",
             choices=("balanced", "even"),
-            needs=Needs({FLAG: ()}, f"{FLAG} 2 or more", idle=1),
+            needs=Needs({FLAG: (), TOKENS: ()}, f"{FLAG} 2 or more", idle=1),
         ),
         Flag(
             WEIGHTS,
             f"with {FLAG}: each (default), every slice has a W of its own, or joined, one product "
             "for all slices of a microbatch, whose sets stay until then; for schedules with W",
             choices=("each", "joined"),
-            needs=Needs({FLAG: ()}, f"{FLAG} 2 or more", idle=1),
+            needs=Needs({FLAG: (), TOKENS: ()}, f"{FLAG} 2 or more", idle=1),
         ),
     )
     conflicts = CONFLICTS
@@ -67,14 +77,14 @@ class Slices(Feature):
             return
         if run.request.file is not None:
             name = run.request.name
-            raise ConfigError(f"{FLAG} {run.args.pp_slices}: the order in {name} is fixed; drop it")
+            raise ConfigError(f"{_text(run.args)}: the order in {name} is fixed; drop it")
 
     def check(self, run: Run) -> None:
         wanted = _wanted(run.args)
         if not wanted or run.request is None:
             return
         if run.args.seq_length is None or run.args.hidden_size is None:
-            raise ConfigError(f"{FLAG} {run.args.pp_slices} needs --seq-length and --hidden-size")
+            raise ConfigError(f"{_text(run.args)} needs --seq-length and --hidden-size")
         self._ask(run, wanted)
 
     def _ask(self, run: Run, wanted: Sequence[Wanted]) -> None:
@@ -85,10 +95,10 @@ class Slices(Feature):
         """
         args, tokens = run.args, run.args.seq_length
         assert run.request is not None and tokens is not None
-        require_no_conflict(args, self.conflicts, {"": f"{FLAG} {args.pp_slices}"})
+        require_no_conflict(args, self.conflicts, {"": _text(args)})
         if getattr(args, "mtp_num_layers", None) and parse(run.version)[:2] < _PREDICTION:
             raise ConfigError(
-                f"{FLAG} {args.pp_slices} does not support --mtp-num-layers {args.mtp_num_layers} "
+                f"{_text(args)} does not support --mtp-num-layers {args.mtp_num_layers} "
                 f"on megatron-core {run.version}, whose losses of other depths have no function of "
                 "their own; use 0.17 or newer, or drop one of them"
             )
@@ -97,8 +107,16 @@ class Slices(Feature):
             run.request = replace(run.request, cuts=cuts)
             return
         lengths_differ = run.library and getattr(args, "variable_seq_lengths", False)
-        cut = wanted[0].shortest(args) if lengths_differ else wanted[0].cut(tokens, args)
-        run.request = replace(run.request, cut=cut)
+        first = wanted[0]
+        _tell(run, first)
+        if first.tokens is not None and lengths_differ and args.pp_microbatch_costs != "lengths":
+            raise ConfigError(
+                f"{_text(args)} needs --pp-microbatch-costs lengths, since lengths differ between "
+                f"microbatches; add it, or give {FLAG}"
+            )
+        if first.count > 1:
+            cut = first.shortest(args) if lengths_differ else first.cut(tokens, args)
+            run.request = replace(run.request, cut=cut)
 
     def start(self, run: Run) -> Sequence[Callback]:
         wanted = _wanted(run.args)
@@ -106,6 +124,8 @@ class Slices(Feature):
             return ()
         from .run import SlicedPasses
 
+        if not run.library:  # where auto has chosen by now
+            _tell(run, wanted[0])
         return (SlicedPasses(wanted[0], _implementations(run), run.library),)
 
 
@@ -113,10 +133,30 @@ def _wanted(args: MegatronArgs) -> Sequence[Wanted]:
     """What the flags ask for, one cut or several to choose from; empty: whole sequences."""
     count, even = args.pp_slices, args.pp_slice_cut == "even"
     packed = any(getattr(args, attribute(name), False) for name in PACKED)
-    rest = even, packed, args.pp_slice_weights == "joined"
+    rest, tokens = (even, packed, args.pp_slice_weights == "joined"), args.pp_slice_tokens
+    if tokens is not None:
+        length = getattr(args, "seq_length", None)
+        # Where lengths are not known yet, or differ, each microbatch has its own number.
+        if length is None or getattr(args, "variable_seq_lengths", False):
+            return [Wanted(1, *rest, tokens)]
+        number = -(-length // tokens)
+        return [Wanted(number, *rest, tokens)] if number > 1 else ()
     if isinstance(count, str):
         return [Wanted(number, *rest) for number in _NUMBERS]
     return [Wanted(count, *rest)] if count is not None and count > 1 else ()
+
+
+def _tell(run: Run, wanted: Wanted) -> None:
+    """Say how sequences are cut whose lengths are known."""
+    run.slices_of = functools.partial(wanted.count_of, config=run.args)
+    run.even_slices = wanted.even
+
+
+def _text(args: MegatronArgs) -> str:
+    """The flag that asks for slices, with its value."""
+    if args.pp_slice_tokens is not None:
+        return f"{TOKENS} {args.pp_slice_tokens}"
+    return f"{FLAG} {args.pp_slices}"
 
 
 def _implementations(run: Run) -> Sequence[str]:

@@ -73,7 +73,8 @@ def _entry(
             collect_non_loss_data=False,
             first_val_step=None,
         )
-        cuts = Cuts(functools.partial(wanted.cut, config=config), seq_length)
+        of = functools.cache(functools.partial(wanted.cut, config=config))
+        cuts = Cuts([of] * num_microbatches, seq_length)
         store, one, own = WeightGradStore(), Placement.loop(1), iteration.data_iterators
         runner = SliceRunner(iteration, one, 0, store, slicing=slicing, cuts=cuts, batches=own)
         count = wanted.count

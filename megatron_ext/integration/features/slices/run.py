@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,10 +56,21 @@ class SlicedPasses(Callback):
     def begin(self, step: Step) -> None:
         if not step.training:
             return
+        for batches in self._batches:
+            if batches is not None:
+                batches.whole = not step.plan.slices
+        if not step.plan.slices:
+            return
         call, config = step.call, step.call.iteration.config
-        cuts = Cuts(functools.partial(self._wanted.cut, config=config), call.batch[0])
+        each = {
+            count: functools.cache(
+                functools.partial(replace(self._wanted, count=count).cut, config=config)
+            )
+            for count in {*step.plan.slices}
+        }
+        cuts = Cuts([each[count] for count in step.plan.slices], call.batch[0])
         if call.shape is not None:
-            lengths = cuts.of(call.batch[0]).lengths
+            lengths = cuts.get(0, 0).lengths
             parts = call.shape[0] * lengths[0] // call.batch[0]
             # Shapes of slices that differ are sent ahead of them.
             step.shape = (parts, *call.shape[1:]) if len({*lengths}) == 1 else None
@@ -105,10 +117,14 @@ class Batches:
 
     Args:
         source: Megatron's iterator of one model chunk.
+
+    Attributes:
+        whole: no microbatch of the step is cut.
     """
 
     def __init__(self, source: Any) -> None:
         self.source = source
+        self.whole = False
         self._drawn: list[Any] = []
         self._place = 0
 
@@ -116,6 +132,8 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
+        if self.whole:
+            return next(self.source)
         if self._place == len(self._drawn):
             self._drawn.append(next(self.source))
         self._place += 1
@@ -172,7 +190,7 @@ class SliceRunner(MegatronRunner):
 
     def span(self, chunk: int, microbatch: int, tokens: int) -> tuple[int, int]:
         unit = _unit(microbatch)
-        ends = self._cuts.of(tokens).ends
+        ends = self._cuts.of(unit.microbatch, tokens).ends
         return (ends[unit.slice - 1] if unit.slice else 0), ends[unit.slice]
 
     def of_whole(self, chunk: int, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
@@ -197,6 +215,8 @@ class SliceRunner(MegatronRunner):
             super().count(microbatch, num_tokens)
 
     def live_sets(self) -> float:
+        if self.sizes:
+            return super().live_sets()
         away = {*self._mover.on_host()} if self._mover else ()
         held = (key for key in self._live if key not in away)
         return sum(self._cuts.share(chunk, _unit(unit)) for chunk, unit in held)

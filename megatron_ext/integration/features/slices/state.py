@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -20,23 +19,26 @@ class Cuts:
     """Where the microbatches of one iteration are cut.
 
     Args:
-        of: the cut of sequences of so many tokens.
+        of: of each microbatch, the cut of its sequence if that has so many tokens.
         tokens: of a microbatch that does not say.
     """
 
-    def __init__(self, of: Callable[[int], Cut], tokens: int) -> None:
-        self.of = functools.cache(of)
-        self._tokens = tokens
+    def __init__(self, of: Sequence[Callable[[int], Cut]], tokens: int) -> None:
+        self._of, self._tokens = of, tokens
         self._found: dict[tuple[int, int], Cut] = {}
         self._documents: dict[tuple[int, int], Sequence[int]] = {}
 
     def get(self, chunk: int, microbatch: int) -> Cut:
         """Of a microbatch in a model chunk."""
-        return self._found.get((chunk, microbatch)) or self.of(self._tokens)
+        return self._found.get((chunk, microbatch)) or self.of(microbatch, self._tokens)
+
+    def of(self, microbatch: int, tokens: int) -> Cut:
+        """Of a microbatch, if its sequence has so many tokens."""
+        return self._of[microbatch](tokens)
 
     def set(self, chunk: int, microbatch: int, tokens: int) -> None:
         """A microbatch has so many tokens."""
-        self._found[chunk, microbatch] = self.of(tokens)
+        self._found[chunk, microbatch] = self.of(microbatch, tokens)
 
     def documents(self, chunk: int, microbatch: int) -> Sequence[int]:
         """Where the documents packed in a microbatch begin, and the last ends; empty: none are."""

@@ -12,6 +12,7 @@ from ...errors import ConfigError
 
 CUT = "--pp-slice-cut"
 WEIGHTS = "--pp-slice-weights"
+TOKENS = "--pp-slice-tokens"
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,25 @@ class Wanted:
         packed: documents are packed in sequences, so that attention looks back by one only, which
             is taken as free.
         joined: one W for all slices of a microbatch.
+        tokens: of a slice, on average, at most: ``count`` is that of the usual length; None: it is
+            that of every length.
     """
 
     count: int
     even: bool
     packed: bool = False
     joined: bool = False
+    tokens: int | None = None
+
+    def count_of(self, length: int, config: Any) -> int:
+        """Slices of a sequence of ``length`` tokens, where lengths are known: no more than it has
+        multiples of what a slice must be.
+
+        Args:
+            config: as of ``cut``.
+        """
+        wanted = self.count if self.tokens is None else -(-length // self.tokens)
+        return max(1, min(wanted, length // _multiple(config)))
 
     def cut(self, tokens: int, config: Any) -> Cut:
         """Of sequences of ``tokens``.

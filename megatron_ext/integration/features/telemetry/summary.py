@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch.distributed as dist
 
 from ....schedule.baseline import Promise, promise, stock
+from ....schedule.generators import generate
 from ....schedule.schedule import Schedule
-from ...callbacks import Callback
+from ...callbacks import Callback, Loads, Step
 from ...hooks import hooked
 from ...targets import TRAIN
 
@@ -30,6 +33,7 @@ class Summary(Callback):
         self._plan: Schedule | None = None
         self._promise: tuple[Schedule, Promise] | None = None
         self._measured: list[tuple[float, float]] = []
+        self._made = self._planned = 0  # plans for the lengths of steps, and those steps
 
     def promise(self, plan: Schedule) -> Promise:
         """Of a plan, simulated at its first use."""
@@ -61,12 +65,23 @@ class Summary(Callback):
             )
         self._plan = plan
 
+    def planned_for(self, plan: Schedule, loads: Loads) -> None:
+        self._plan = plan
+        self._made += 1
+        if dist.get_rank() == 0 and self._made == 1:
+            logger.info("%s; planned for its lengths, as every step is", self._text(plan, loads))
+
+    def begin(self, step: Step) -> None:
+        self._planned += step.loads is not None and bool(step.loads.units)
+
     def measured(self, bubble: float, peak: float) -> None:
         """Take a line of Megatron's log: a share, and microbatches."""
         self._measured.append((bubble, peak))
 
-    def _text(self, plan: Schedule) -> str:
+    def _text(self, plan: Schedule, loads: Loads | None = None) -> str:
         own, other = self.promise(plan), stock(plan)
+        if other is not None and loads is not None:
+            other = _as_given(other, loads)
         bubble, peak = f"planned bubble {own.bubble_text}", f"peak activations {own.peak_text}"
         peak += " microbatches a rank"
         if other is not None:
@@ -92,6 +107,12 @@ class Summary(Callback):
     def _end(self) -> None:
         if self._plan is None or not self._measured or dist.get_rank() != 0:
             return
+        if self._planned:
+            logger.info(
+                "steps whose microbatches differ in length: %d; plans made for them: %d",
+                self._planned,
+                self._made,
+            )
         # The first iterations warm up.
         bubbles, peaks = zip(*(self._measured[1:] or self._measured))
         own = self.promise(self._plan)
@@ -104,6 +125,16 @@ class Summary(Callback):
             own.peak_text,
             len(bubbles),
         )
+
+
+def _as_given(stock: Schedule, loads: Loads) -> Schedule:
+    """1F1B of these microbatches, whole, in the order in which they are given."""
+    rows = {
+        number: tuple(sum(column, Fraction(0)) for column in zip(*units))
+        for number, units in zip(loads.order, loads.units)
+    }
+    costs = replace(stock.costs, units=tuple(rows[number] for number in sorted(rows)))
+    return generate("1f1b", stock.pp, stock.microbatches, costs=costs)
 
 
 def _slices(plan: Schedule) -> str:

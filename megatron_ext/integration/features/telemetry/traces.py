@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from ....runtime import files
 from ....runtime.trace import TraceFile
 from ....schedule.io import save
-from ....schedule.schedule import Schedule
+from ....schedule.schedule import Arrangement, Schedule
 from ....view.recorded import plan_file
 from ...callbacks import Callback, Step
 
@@ -37,23 +39,27 @@ class Traces(Callback):
         self._line = None
         self._iterations[step.training] += 1
         plan, recorder = step.plan, step.recorder
-        new = plan.fingerprint() not in self._known
-        if not (new or TraceFile.due(self._iterations[step.training])):
+        name = _name(step)
+        new = name not in self._known
+        # With nearly every step's own plan new ones are no reason to write.
+        due = TraceFile.due(self._iterations[step.training])
+        if not (due or (new and not _planned_for_lengths(step))):
             return
         if self._file is None:
             self._file = TraceFile(self._directory, f"rank{dist.get_rank()}")
         if new:
-            self._known.add(plan.fingerprint())
+            self._known.add(name)
             if dist.get_rank() == 0 and step.training:
-                path = self._file.directory / plan_file(plan.fingerprint())
+                path = self._file.directory / plan_file(name)
                 files.create(path).close()  # its own, whatever lay there
-                save(plan.unlowered(), path)
+                save(_as_run(step).unlowered(), path)
         self._line = {
             "schedule": plan.name,
-            "plan": plan.fingerprint(),
+            "plan": name,
             "pipeline_rank": step.rank,
             "iteration": self._iterations[True],
             "microbatches": plan.microbatches,
+            **_lengths(step),
             "forward_only": not step.training,
             "peak_sets": recorder.peak_sets,
             "peak_sets_planned": _planned_sets(plan, step.rank) if step.training else 0,
@@ -71,6 +77,33 @@ class Traces(Callback):
         if self._line is not None:
             assert self._file is not None
             self._file.write({**self._line, "losses": exact(step.losses)})
+
+
+def _planned_for_lengths(step: Step) -> bool:
+    return step.loads is not None and bool(step.loads.units)
+
+
+def _as_run(step: Step) -> Schedule:
+    """The step's plan, with the numbers of the microbatches that were in its places."""
+    if step.loads is None or not step.loads.free:
+        return step.plan
+    return replace(step.plan, arrangement=Arrangement(step.loads.order, None))
+
+
+def _name(step: Step) -> str:
+    """Of the plan's file: its fingerprint, or one that holds for its microbatches' lengths, too."""
+    found = step.plan.fingerprint()
+    if not _planned_for_lengths(step):
+        return found
+    what = repr((found, step.loads))
+    return hashlib.sha256(what.encode()).hexdigest()[: len(found)]
+
+
+def _lengths(step: Step) -> dict[str, Any]:
+    """Tokens of every microbatch, and its number in every place, where they were read."""
+    if step.loads is None:
+        return {}
+    return {"tokens": step.loads.tokens, "microbatch_order": step.loads.order}
 
 
 def exact(value: Any) -> Any:

@@ -1,0 +1,164 @@
+"""Data iterators that are read ahead of a step, and give its microbatches in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...errors import ConfigError
+from .read import FLAG
+
+
+class Ahead:
+    """A data iterator whose microbatches of a step are known before the step draws them.
+
+    Args:
+        source: the script's iterator of one model chunk.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._read: list[Any] = []
+        self._order: Sequence[int] = ()
+        self._given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def peek(self, microbatches: int) -> list[Any]:
+        """All of the next step, which the script gets later.
+
+        Raises:
+            ConfigError: the iterator ends before.
+        """
+        self._fill(microbatches)
+        return self._read[:microbatches]
+
+    def begin(self, order: Sequence[int]) -> None:
+        """A step begins.
+
+        Args:
+            order: the number of the microbatch in every place.
+        """
+        self._order, self._given = order, 0
+
+    def __next__(self) -> Any:
+        if self._given == len(self._order):
+            raise ConfigError(self._counted(self._given + 1))
+        number = self._order[self._given]
+        self._fill(number + 1)
+        self._given += 1
+        batch, self._read[number] = self._read[number], None
+        return batch
+
+    def end(self) -> None:
+        """The step has ended.
+
+        Raises:
+            ConfigError: the script has not drawn one for each microbatch: some would be lost, or
+                come in another step.
+        """
+        if self._given not in (0, len(self._order)) or (self._read and not self._given):
+            raise ConfigError(self._counted(self._given))
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the step."""
+        self._read, self._order, self._given = [], (), 0
+
+    def _fill(self, count: int) -> None:
+        while len(self._read) < count:
+            try:
+                self._read.append(next(self.source))
+            except StopIteration:
+                raise ConfigError(_ended(len(self._read))) from None
+
+    def _counted(self, drawn: int) -> str:
+        return (
+            f"{FLAG} lengths reads one microbatch of the data iterator for each forward step, but "
+            f"{drawn} were drawn for {len(self._order)} microbatches; drop it"
+        )
+
+
+def _ended(count: int) -> str:
+    return (
+        f"{FLAG} lengths: the data iterator ended after {count} microbatches of a step; give as "
+        "many as num_microbatches"
+    )
+
+
+class Indexed(Ahead):
+    """slime's iterator, whose microbatches are lists of numbers of samples.
+
+    Args:
+        source: has ``micro_batch_indices``, ``offset``, ``rollout_data`` and ``get_next``.
+    """
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self._first = source.offset
+
+    @staticmethod
+    def takes(source: Any) -> bool:
+        """True if it is one."""
+        return hasattr(source, "get_next") and (
+            getattr(source, "micro_batch_indices", None) is not None
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def peek(self, microbatches: int) -> list[Any]:
+        first, tokens = self.source.offset, self.source.rollout_data["tokens"]
+        numbers = self.source.micro_batch_indices[first : first + microbatches]
+        if len(numbers) < microbatches:
+            raise ConfigError(_ended(len(numbers)))
+        return [{"tokens": [tokens[one] for one in each]} for each in numbers]
+
+    def begin(self, order: Sequence[int]) -> None:
+        super().begin(order)
+        self._first = self.source.offset
+
+    def get_next(self, keys: Sequence[str]) -> Any:
+        """The microbatch of the next place."""
+        if self._given == len(self._order):
+            raise ConfigError(self._counted(self._given + 1))
+        self.source.offset = self._first + self._order[self._given]
+        self._given += 1
+        found = self.source.get_next(keys)
+        self.source.offset = self._first + self._given
+        return found
+
+
+class Queues:
+    """The iterators of a call, each in its ``Ahead``."""
+
+    def __init__(self) -> None:
+        self.of_chunks: list[Ahead | None] = []
+
+    def over(self, iterators: Sequence[Any]) -> list[Ahead | None]:
+        """``iterators`` with those that are there in ``Ahead``; the same one for the same one.
+
+        Raises:
+            ConfigError: one cannot be read.
+        """
+        known = {id(one.source): one for one in self.of_chunks if one is not None}
+        for one in iterators:
+            if one is not None and not (hasattr(one, "__next__") or Indexed.takes(one)):
+                raise ConfigError(
+                    f"{FLAG} lengths reads data iterators by next(), which a {type(one).__name__} "
+                    "does not have; drop it"
+                )
+        self.of_chunks = [
+            None if one is None else known.get(id(one)) or _ahead(one) for one in iterators
+        ]
+        return self.of_chunks
+
+    @property
+    def there(self) -> list[Ahead]:
+        """Those of chunks that have data."""
+        return [one for one in self.of_chunks if one is not None]
+
+
+def _ahead(source: Any) -> Ahead:
+    return Indexed(source) if Indexed.takes(source) else Ahead(source)

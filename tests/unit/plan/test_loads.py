@@ -1,0 +1,62 @@
+"""What microbatches of different lengths cost beside one of a known length."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from megatron_ext.plan.loads import GRAIN, Load, shares_of_loads
+from megatron_ext.plan.slices import attention_share
+from megatron_ext.schedule.generators.lengths import length_costs
+from megatron_ext.schedule.units import SHARE
+
+
+def test_a_whole_one_is_one() -> None:
+    whole = Load.of([4096, 4096])
+    assert shares_of_loads([whole], whole, 1024) == (((1, 1, 1, 1),),)
+
+
+def test_attention_costs_its_square() -> None:
+    """As ``length_costs`` has it, to a part of the grain: that of the microbatch's own length."""
+    whole, hidden = 4096, 512
+    lengths = [512, 1024, 3000, 8192]
+    found = shares_of_loads([Load.of([n]) for n in lengths], Load.of([whole]), hidden)
+    share = attention_share(whole, hidden)
+    expected = length_costs(lengths, whole, share)
+    for (row,), (unit,) in zip(found, expected):
+        parts = unit.forward, unit.backward_input, unit.backward_weight, unit.size
+        whole_ones = 1, 1 + share, 1 - share, 1
+        for share_, part, all_ in zip(row, parts, whole_ones):
+            assert abs(share_ - Fraction(part, SHARE) / all_) <= Fraction(1, GRAIN)
+
+
+def test_packed_documents_attend_to_themselves_alone() -> None:
+    whole = Load.of([8192])
+    ((one,), (packed,)) = shares_of_loads([whole, Load.of([2048] * 4)], whole, 512)
+    assert packed[1] < packed[0] < 1 and packed[2:] == one[2:] == (1, 1)
+    assert packed[0] == Fraction(round(GRAIN * (12 * 512 + 2048) / (12 * 512 + 8192)), GRAIN)
+
+
+def test_slices_add_up_and_take_equally_long() -> None:
+    """Or are of equal lengths; later ones attend to more."""
+    whole = Load.of([8192])
+    ((balanced,), (even,)) = (
+        shares_of_loads([whole], whole, 512, [4], cut) for cut in (False, True)
+    )
+    for rows in (balanced, even):
+        for column in zip(*rows):
+            assert abs(sum(column) - 1) <= Fraction(4, SHARE)
+    assert {row[2] for row in even} == {Fraction(1, 4)}
+    assert [row[0] for row in even] == sorted({row[0] for row in even})
+    assert max(row[0] for row in balanced) - min(row[0] for row in balanced) <= Fraction(4, SHARE)
+    assert [row[2] for row in balanced] == sorted({row[2] for row in balanced}, reverse=True)
+
+
+def test_slices_of_nearly_equal_lengths_are_the_same() -> None:
+    whole = Load.of([8192])
+    one, other = shares_of_loads([Load.of([n]) for n in (4096, 4100)], whole, 512, [3, 3])
+    assert one == other and len(one) == 3
+
+
+def test_the_shortest_one_takes_some_time() -> None:
+    (((f, b, w, size),),) = shares_of_loads([Load.of([1])], Load.of([100_000]), 64)
+    assert f == b == w == size == Fraction(1, GRAIN)
