@@ -30,6 +30,7 @@ def test_published_runs_are_what_the_page_says(repo_root):
     assert page == published_runs.page(found)
 
 
+@pytest.mark.matrix
 def test_the_hosts_launches_are_fitted_to_the_runs_that_say_so():
     assert published_runs.fit(published_runs.runs(), (10, 12, 14))[0] == 1e6 * HOST_S
 
