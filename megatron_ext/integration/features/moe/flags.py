@@ -11,9 +11,8 @@ from ....moe import cost_file
 from ....moe.autotune import AUTO, SearchSpace
 from ....moe.plan import Budget, BudgetError, LayerPlan, LayerShape, Restore, Strategy
 from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
+from ....schedule import Schedule, generate
 from ....schedule.effects import peak_sets
-from ....schedule.generators import generate
-from ....schedule.schedule import Schedule
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
