@@ -13,7 +13,6 @@ from ....moe.plan import Budget, BudgetError, LayerPlan, LayerShape, Restore, St
 from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
 from ....schedule.effects import peak_sets
 from ....schedule.generators import generate
-from ....schedule.schedule import Schedule
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
@@ -227,7 +226,7 @@ def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
         return [min(sets, chunks * microbatches) for sets in warmup]
 
 
-def of_whole(passes: Sequence[int], plan: Schedule) -> list[int]:
+def of_whole(passes: Sequence[int], plan: Any) -> list[int]:
     """As many of whole microbatches, rounded up, as ``passes`` of its slices are at most."""
     costs, whole = plan.unit_costs()
     largest = max(unit.size for unit in costs)
