@@ -226,7 +226,7 @@ def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
         return [min(sets, chunks * microbatches) for sets in warmup]
 
 
-def of_whole(passes: Sequence[int], plan: Schedule) -> list[int]:
+def of_whole(passes: Sequence[int], plan: Any) -> list[int]:
     """As many of whole microbatches, rounded up, as ``passes`` of its slices are at most."""
     costs, whole = plan.unit_costs()
     largest = max(unit.size for unit in costs)
