@@ -110,9 +110,9 @@ def summary(comparisons: Sequence[Comparison]) -> Summary:
     return Summary(len(errors), math.expm1(mean), math.expm1(rms), worst.error)
 
 
-# Errors (root mean square) of whole iterations of published runs, by what these have; held out, except
-# that one factor was fitted to pairs (benchmarks/published-runs.md). Of dense models it is less
-# than that of passes.
+# Errors (root mean square) of whole iterations of published runs, by what these have; held out,
+# except that one factor was fitted to pairs (benchmarks/published-runs.md). Of dense models it is
+# less than that of passes.
 OF_RUNS = {"experts": 0.09, "passes in pairs": 0.30, "a learned softmax offset": 0.69}
 LEAST = 8  # held-out figures that stand for a device
 

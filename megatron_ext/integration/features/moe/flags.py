@@ -11,7 +11,7 @@ from ....moe import cost_file
 from ....moe.autotune import AUTO, SearchSpace
 from ....moe.plan import Budget, BudgetError, LayerPlan, LayerShape, Restore, Strategy
 from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
-from ....schedule import Schedule, generate
+from ....schedule import generate
 from ....schedule.effects import peak_sets
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
