@@ -21,6 +21,7 @@ def checked(schedule: str = "v-half", library: bool = False, **changed: Any) -> 
     """A run whose flags the feature has checked."""
     args = arguments(**({"pp_microbatch_costs": "lengths"} | changed))
     run = Run(args, "0.19.0", library=library, request=ScheduleRequest.of(schedule))
+    Lengths().check_flags(run)
     Lengths().check(run)
     return run
 

@@ -82,7 +82,7 @@ class TestFlags:
             run = Run(args, "0.19.0", library=True, request=ScheduleRequest.of("v-half"))
             refused = pytest.raises(ConfigError, match="--pp-slice-tokens 8 needs --pp-microbatch")
             with contextlib.nullcontext() if fits else refused:
-                Slices().check_model(run)
+                Slices().check(run)
             if fits:
                 assert run.request.cut is None and run.slices_of(17) == 3
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from ....plan.layout import Split
 from ....runtime.edges import DEFAULT, MessageOptions
 from ....runtime.wgrad import WeightGradStore
-from ....schedule.schedule import Schedule
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import Run
@@ -68,15 +67,12 @@ def pipeline_of(run: Run) -> None:
         costs = None if profile is None else profile.costs(Split(profile.layers))
         return Measured(inputs.link, costs, inputs.reorder and profile is not None, profile)
 
-    def plan(microbatches: int) -> Schedule:
-        return run.choice(microbatches).plan(microbatches, measured())
-
     if run.store is None:
         run.store = WeightGradStore()
     post_validation = args.pp_post_validation is not None
     placement = request.placement(args.pipeline_model_parallel_size, run.chunks)
     plans = Plans(
-        plan,
+        lambda microbatches: run.choice(microbatches).plan(microbatches, measured()),
         lambda microbatches: run.choice(microbatches).later(microbatches, measured()),
         lambda loads: order_of_step(run.choice(len(loads.order)), loads),
         placement,
