@@ -21,9 +21,8 @@ def checked(schedule: str = "v-half", library: bool = False, **changed: Any) -> 
     """A run whose flags the feature has checked."""
     args = arguments(**({"pp_microbatch_costs": "lengths"} | changed))
     run = Run(args, "0.19.0", library=library, request=ScheduleRequest.of(schedule))
-    feature = Lengths()
-    feature.check_flags(run)
-    feature.check(run)
+    Lengths().check_flags(run)
+    Lengths().check(run)
     return run
 
 
