@@ -180,6 +180,14 @@ def test_lengths(tmp_path: Path) -> None:
     assert (tmp_path / "lengths.md").read_text() == text
 
 
+def test_slices_run(tmp_path: Path) -> None:
+    """A few steps with one slice, then with three: the losses of whole sequences."""
+    data = miniature(tmp_path, "slices-run", "--cuts 1,3 --steps 3")
+    assert len(data["whole"]) == len(data["sliced"]) == 5
+    assert data["whole"][-1] < data["whole"][0]
+    assert data["sliced"] == pytest.approx(data["whole"], rel=2e-6)
+
+
 def test_step_lengths(tmp_path: Path) -> None:
     """One seed; orders are made for the step, in the cap's memory."""
     run(tmp_path, "step_lengths", f"--seeds 1 --date {DATE}", *BARE)

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""A training that changes its number of slices at every checkpoint, beside one of whole sequences.
+
+    python -m benchmarks.slices_run [--cuts 1,2,4,8,3] [--steps 60] [--schedule v-half]
+        [--output DIR] [--date YYYY-MM-DD]
+
+Trains a small GPT with ``pretrain_gpt.py`` of a stock checkout (``$MEGATRON_LM`` or the user cache)
+on four gloo ranks of this machine, in float32. One run is stock's 1F1B. The other one saves a
+checkpoint every ``--steps`` steps and goes on from it with another ``--pp-slices``. Writes
+results/DATE-slices-run.json and slices_run.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import page as pages
+from benchmarks.page import Row
+from megatron_ext.prove.server import ScriptServer
+
+TAG = "core_v0.19.0"
+MODEL = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+--max-position-embeddings 64 --position-embedding-type rope --swiglu --normalization RMSNorm
+--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1
+--global-batch-size 4 --lr 1e-3 --lr-decay-style constant --split 90,5,5 --eval-iters 0
+--eval-interval 10000 --log-interval 1 --attention-dropout 0 --hidden-dropout 0 --clip-grad 1.0
+--untie-embeddings-and-output-weights --ckpt-format torch_dist --transformer-impl local
+--dist-ckpt-optim-fully-reshardable --pipeline-model-parallel-size 4"""
+RANKS = 4
+SHOWN = 12  # rows of the table
+
+
+def trained(server: ScriptServer, folder: Path, *flags: str) -> list[float]:
+    """Losses of a run."""
+    outcome = server.run([*MODEL.split(), *flags], RANKS, folder, 1200.0)
+    if outcome.status != "ok":
+        raise SystemExit(f"{' '.join(flags)}\n{outcome.report}")
+    return [float.fromhex(line["losses"]["lm loss"]) for line in outcome.losses()]
+
+
+def measure(args: argparse.Namespace) -> Row:
+    """Losses of every step of both runs, and the slices that the second one had."""
+    cuts = [int(n) for n in args.cuts.split(",")]
+    last = args.steps * len(cuts)
+    cache = Path.home() / ".cache" / "megatron-ext" / "Megatron-LM" / TAG
+    root = Path(os.environ.get("MEGATRON_LM") or cache)
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        ScriptServer(root / "pretrain_gpt.py") as server,
+    ):
+        folder = Path(temporary)
+        every = ("--train-iters", str(last), "--save-interval", str(args.steps))
+        first, saved, sliced = folder / "first", folder / "saved", list[float]()
+        # A V draws its first weights in another order than stock, so both begin with these.
+        trained(server, folder / "log", *every, "--save", str(first), "--exit-interval", "1")
+        whole = trained(server, folder / "log", *every, "--load", str(first))
+        for place, count in enumerate(cuts):
+            ours = ["--pp-schedule", args.schedule, "--pp-slices", str(count)]
+            ours += ["--load", str(saved if place else first), "--save", str(saved)]
+            end = str((place + 1) * args.steps)
+            sliced += trained(server, folder / "log", *every, *ours, "--exit-interval", end)
+    return {"megatron": TAG, "whole": whole, "sliced": sliced}
+
+
+def page(data: Row) -> str:
+    """The results in Markdown."""
+    cuts = [int(n) for n in data["cuts"].split(",")]
+    steps = data["steps"]
+    first = 2  # of the losses: what came before is in the checkpoint that both begin with
+    apart = [abs(b / a - 1) for a, b in zip(data["whole"], data["sliced"])]
+    rows = [
+        {
+            "step": at,
+            "slices": cuts[(at - 1) // steps],
+            "whole": f"{data['whole'][at - first]:.6f}",
+            "sliced": f"{data['sliced'][at - first]:.6f}",
+            "apart": f"{apart[at - first]:.1e}",
+        }
+        for at in _shown(first, len(apart) + 1)
+    ]
+    what = (
+        f"stock 1F1B, and `{data['schedule']}` that goes on with {data['cuts']} slices, each "
+        f"for {steps} steps from a checkpoint of the one before; float32, {RANKS} gloo ranks"
+    )
+    columns = {
+        "step": lambda row: row["step"],
+        "slices": lambda row: row["slices"],
+        "loss, whole sequences": lambda row: row["whole"],
+        "loss, slices": lambda row: row["sliced"],
+        "relative difference": lambda row: row["apart"],
+    }
+    return pages.text_of(
+        pages.head("A training that changes its slices", data, "slices_run", what),
+        f"Of {len(apart)} steps the losses differ by {max(apart):.1e} at most, in step "
+        f"{apart.index(max(apart)) + first}: sums over slices round differently, and training "
+        "lets every difference grow.",
+        pages.table(columns, rows),
+    )
+
+
+def _shown(first: int, last: int) -> list[int]:
+    """Numbers of steps, evenly over all; both ends too."""
+    return sorted({first + (last - first) * at // (SHOWN - 1) for at in range(SHOWN)})
+
+
+def main() -> int:
+    """Run it; returns the exit status."""
+    parser = pages.parser_of(
+        __doc__,
+        cuts=("1,2,4,8,3", "slices, in turn"),
+        steps=(60, "with each"),
+        schedule="v-half",
+    )
+    args = parser.parse_args()
+    pages.run(args, "slices-run", lambda: measure(args), page, ("torch",))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
