@@ -2,25 +2,31 @@
 """A training that changes its number of slices at every checkpoint, beside one of whole sequences.
 
     python -m benchmarks.slices_run [--cuts 1,2,4,8,3] [--steps 60] [--schedule v-half]
-        [--output DIR] [--date YYYY-MM-DD]
+        [--unit-ms 150] [--rounds 3] [--output DIR] [--date YYYY-MM-DD]
 
 Trains a small GPT with ``pretrain_gpt.py`` of a stock checkout (``$MEGATRON_LM`` or the user cache)
 on four gloo ranks of this machine, in float32. One run is stock's 1F1B. The other one saves a
-checkpoint every ``--steps`` steps and goes on from it with another ``--pp-slices``. Writes
-results/DATE-slices-run.json and slices_run.md.
+checkpoint every ``--steps`` steps and goes on from it with another ``--pp-slices``. Then the
+executor runs orders of whole microbatches and of slices whose passes sleep: F, B and W of a rank's
+share of a microbatch ``--unit-ms`` each, a slice its part of it; whole and sliced steps in turn,
+``--rounds`` times. Writes results/DATE-slices-run.json and slices_run.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks import page as pages
-from benchmarks.page import Row
+from benchmarks.page import Row, alternating, ratio
 from megatron_ext.prove.server import ScriptServer
+from megatron_ext.schedule import generate, lower, simulate
 
 TAG = "core_v0.19.0"
 MODEL = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64
@@ -32,6 +38,8 @@ MODEL = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 
 --dist-ckpt-optim-fully-reshardable --pipeline-model-parallel-size 4"""
 RANKS = 4
 SHOWN = 12  # rows of the table
+MICROBATCHES, SLICES = 4, 4  # of the emulated steps
+NAMES = ("1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb")
 
 
 def trained(server: ScriptServer, folder: Path, *flags: str) -> list[float]:
@@ -63,7 +71,44 @@ def measure(args: argparse.Namespace) -> Row:
             ours += ["--load", str(saved if place else first), "--save", str(saved)]
             end = str((place + 1) * args.steps)
             sliced += trained(server, folder / "log", *every, *ours, "--exit-interval", end)
-    return {"megatron": TAG, "whole": whole, "sliced": sliced}
+    from benchmarks.emulated import ranks
+
+    rows = ranks(RANKS, lambda rank: emulated(args))
+    return {"megatron": TAG, "whole": whole, "sliced": sliced, "emulated": rows}
+
+
+def emulated(args: argparse.Namespace) -> list[Row]:
+    """Seconds of steps whose passes sleep, on one of the ranks."""
+    from benchmarks.emulated import SleepingStages, execute, timed
+    from megatron_ext.runtime.watchdog import Watchdog
+
+    watchdog, unit = Watchdog("benchmark", 300.0), args.unit_ms / 1e3
+    plans = {
+        (name, count): lower(generate(name, RANKS, MICROBATCHES, slices=count))
+        for name in NAMES
+        for count in (1, SLICES)
+    }
+
+    def step(plan: Any, count: int) -> None:
+        each = unit / plan.chunks / count
+        execute(plan, SleepingStages(plan, (8,), lambda op, stage: each), (8,), watchdog)
+
+    steps: dict[tuple[str, int], Any] = {
+        key: functools.partial(timed, functools.partial(step, plan, key[1]))
+        for key, plan in plans.items()
+    }
+    times = alternating(steps, args.rounds)
+    return [
+        {
+            "schedule": name,
+            "slices": count,
+            "simulated": float(simulate(plan).makespan) * unit,
+            "step": statistics.median(times[name, count]),
+            "faster": ratio(times[name, 1], times[name, count]),
+            "peak": float(max(plan.peak_activation())),
+        }
+        for (name, count), plan in plans.items()
+    ]
 
 
 def page(data: Row) -> str:
@@ -99,6 +144,23 @@ def page(data: Row) -> str:
         f"{apart.index(max(apart)) + first}: sums over slices round differently, and training "
         "lets every difference grow.",
         pages.table(columns, rows),
+        "## Step times, with passes that sleep",
+        f"{RANKS} ranks, {MICROBATCHES} microbatches, F = B = W = {data['unit_ms']:g} ms of a "
+        f"rank's share of a microbatch, {data['rounds']} rounds. *Simulated*: without messages. "
+        "*Faster*: than the same schedule with whole microbatches. The simulation has no cost of "
+        "short slices, and neither has a pass that sleeps.",
+        pages.table(
+            {
+                "schedule": lambda row: f"`{row['schedule']}`",
+                "slices": lambda row: row["slices"],
+                "peak": lambda row: f"{row['peak']:g}",
+                "simulated s": lambda row: f"{row['simulated']:.3f}",
+                "median s": lambda row: f"{row['step']:.3f}",
+                "error": lambda row: f"{row['step'] / row['simulated'] - 1:+.1%}",
+                "faster": lambda row: f"{row['faster']:.3f}",
+            },
+            data["emulated"],
+        ),
     )
 
 
@@ -114,6 +176,8 @@ def main() -> int:
         cuts=("1,2,4,8,3", "slices, in turn"),
         steps=(60, "with each"),
         schedule="v-half",
+        unit_ms=(150.0, "F, B, W of a rank's share of a microbatch"),
+        rounds=3,
     )
     args = parser.parse_args()
     pages.run(args, "slices-run", lambda: measure(args), page, ("torch",))

@@ -182,10 +182,12 @@ def test_lengths(tmp_path: Path) -> None:
 
 def test_slices_run(tmp_path: Path) -> None:
     """A few steps with one slice, then with three: the losses of whole sequences."""
-    data = miniature(tmp_path, "slices-run", "--cuts 1,3 --steps 3")
+    options = "--cuts 1,3 --steps 3 --unit-ms 4 --rounds 1"
+    data = miniature(tmp_path, "slices-run", options)
     assert len(data["whole"]) == len(data["sliced"]) == 5
     assert data["whole"][-1] < data["whole"][0]
     assert data["sliced"] == pytest.approx(data["whole"], rel=2e-6)
+    assert all(row["step"] >= row["simulated"] for row in data["emulated"])
 
 
 def test_step_lengths(tmp_path: Path) -> None:

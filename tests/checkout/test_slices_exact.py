@@ -4,8 +4,10 @@ slices, bit for bit, and that of whole microbatches within 1e-14."""
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from megatron_ext.prove.server import ScriptServer
 from megatron_ext.prove.session import Session
 from megatron_ext.prove.shrink import Shrunk
 from megatron_ext.prove.tensors import read
+from megatron_ext.schedule import Action, Op, Placement, Schedule, check, save
+from megatron_ext.schedule.units import Unit, units_of
 from tests.support import short_documents, unhooked_slices
 from tests.support.checkouts import MAIN_TAG, existing, nightly
 
@@ -94,6 +98,66 @@ def require_exact(run: Session, flags: Flags) -> None:
     largest = {kind: off for kind, off in check.comparison.largest.items() if kind != "log"}
     assert {"F", "B", "gradient", "weight"} <= largest.keys()
     assert set(largest.values()) == {0.0}, largest
+
+
+LOOPED = "--num-virtual-stages-per-pipeline-rank 2"
+ORDERS = {
+    "1f1b": "",
+    "interleaved": LOOPED,
+    "zb-h1": "",
+    "interleaved-zb": LOOPED,
+    "v-min": "",
+    "v-half": "",
+    "v-zb": "",
+    "v-cap": "--pp-memory-cap 1",
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("name", ORDERS)
+def test_schedules(sessions: Sessions, name: str, number: int) -> None:
+    words = f"{ROPE} --pp-schedule {name} --pp-slices {number} {ORDERS[name]}"
+    run, given = sessions(words, 2)
+    require_exact(run, given)
+    assert from_whole(run, given) < 1e-14
+
+
+def random_order(seed: int, number: int, microbatches: int = 4) -> Schedule:
+    """Any order of two ranks with so many slices, which a training can run."""
+    rng, units = random.Random(seed), units_of([number] * microbatches)
+    falling = sorted(units, key=lambda unit: (unit.microbatch, -unit.slice))
+    left = {
+        (op, s): [*(units if op is Op.F else falling)] for op in (Op.F, Op.B, Op.W) for s in (0, 1)
+    }
+    ended: set[tuple[Op, int, Unit]] = set()
+    rows: list[list[Action]] = [[], []]
+
+    def ready(op: Op, stage: int, unit: Unit) -> bool:
+        needs = [(op, stage + (1 if op is Op.B else -1), unit)] if op is not Op.W else []
+        needs += [(Op.F if op is Op.B else Op.B, stage, unit)] if op is not Op.F else []
+        if op is Op.B and stage == 1:  # of the microbatch's last slice first
+            needs = [(Op.F, 1, unit)]
+        return all(need in ended for need in needs if need[1] in (0, 1))
+
+    while any(left.values()):
+        op, stage = rng.choice([key for key, lane in left.items() if lane])
+        unit = left[op, stage][0]
+        if ready(op, stage, unit):
+            ended.add((op, stage, left[op, stage].pop(0)))
+            rows[stage].append(Action(op, stage, unit))
+    made = Schedule("random", Placement.loop(2), microbatches, tuple(map(tuple, rows)))
+    made = replace(made, slices=(number,) * microbatches)
+    check(made)
+    return made
+
+
+@pytest.mark.parametrize("seed", [0, *(nightly(seed) for seed in range(1, 20))])
+def test_any_order(sessions: Sessions, seed: int, tmp_path: Path) -> None:
+    """From a schedule file, whose slices need no flag but are the reference's here."""
+    save(random_order(seed, 3), tmp_path / "order.json")
+    run, given = sessions(f"{ROPE} --pp-schedule {tmp_path / 'order.json'}", 2)
+    require_exact(run, given)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.cases.length_cases import STEPS
 from tests.support.case_server import Cases, case_results
+from tests.support.step_lengths import STEPS
 
 results = case_results("megatron.cases.length_cases", "installed")
 

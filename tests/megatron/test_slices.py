@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_ext.integration.features.slices.run import (
 )
 from megatron_ext.integration.features.slices.state import Cuts, Slicing
 from megatron_ext.integration.features.slices.wanted import Wanted
-from megatron_ext.schedule import NAMES, Costs, generate
+from megatron_ext.schedule import NAMES, Costs, generate, load, save
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
 
@@ -40,11 +41,39 @@ def checked(schedule: str = "v-half", **changed: Any) -> Run:
     sizes = {"seq_length": 64, "hidden_size": 32, "pp_slices": 4}
     args = arguments(**(sizes | changed))
     run = Run(args, "0.19.0", request=ScheduleRequest.of(schedule))
-    Slices().check(run)
+    feature = Slices()
+    feature.check_flags(run)
+    feature.check(run)
     return run
 
 
 class TestFlags:
+    def test_a_file_says_how_many(self, tmp_path: Path) -> None:
+        def file(name: str, **more: Any) -> str:
+            path = str(tmp_path / f"{name}.json")
+            save(generate("zb-h1", 2, 4, effort=0, **more), path)
+            return path
+
+        sliced, whole = file("sliced", slices=3), file("whole")
+        for count in (3, None):
+            run = checked(sliced, pp_slices=count, pp_slice_cut=None if count is None else "even")
+            assert run.request is not None and run.request.cut is not None
+            assert len(run.request.cut.ends) == 3 and Slices().start(run)
+            made = run.request.resolve(2, None, 4).plan(4)
+            assert made.slices == (3,) * 4 and made.ranks == load(sliced).ranks
+        joined = checked(file("joined", slices=2, joined=True), pp_slices=None).request
+        assert joined is not None and joined.cut is not None and joined.cut.joined
+        for path, flags, why in (
+            (sliced, {}, "has 3 slices a microbatch; drop it, or give --pp-slices 3"),
+            (sliced, {"pp_slices": "auto"}, "has 3 slices a microbatch"),
+            (sliced, {"pp_slices": 3, "pp_slice_weights": "joined"}, "has a W for every slice"),
+            (whole, {}, "the order in .* is fixed; drop it"),
+            (whole, {"pp_slices": None, "pp_slice_tokens": 8}, "--pp-slice-tokens 8: the order"),
+            (file("mixed", slices=(2, 2, 2, 3)), {}, "has 2 to 3 slices a microbatch"),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                checked(path, **flags)
+
     def test_off_without_it(self) -> None:
         for count in (None, 1):
             run = checked(pp_slices=count)

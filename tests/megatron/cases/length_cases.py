@@ -32,16 +32,8 @@ from megatron_ext.integration.utils import unwrapped  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import VOCAB, global_names, to_bytes  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
+from tests.support.step_lengths import STEPS  # noqa: E402
 
-# Tokens of the microbatches of each step. The third comes again in another order; the last ones
-# are equal.
-STEPS = (
-    (12, 3, 7, 3, 16, 5),
-    (4, 15, 2, 9),
-    (15, 2, 4, 9),
-    (3, 2, 4, 2),
-    (5, 5, 5, 5),
-)
 _OURS = {"microbatch_costs": "lengths"}
 _FREE = _OURS | {"reorder_microbatches": True}
 _VEE = {"schedule": "v-half", "chunks": 2}

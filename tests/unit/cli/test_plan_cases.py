@@ -179,8 +179,8 @@ def test_slices_where_microbatches_are_few(run, tmp_path):
 
 def test_slices_are_for_models_that_training_cuts(run):
     """By training's own list."""
-    line = SLICED + "--context-parallel-size 1 --sft "
+    line = SLICED + "--context-parallel-size 1 --fp8-format hybrid "
     data, _ = _answer(run, "H100", line, *PLAIN, "--memory-cap", "1000GiB")
     assert all(row["slices"] == 1 for row in data["front"])
     status, out, err = run("plan", "--gpu", "H100", "--from-args", line, "--slices", "2")
-    assert (status, out) == (2, "") and "--pp-slices does not support --sft" in err
+    assert (status, out) == (2, "") and "--pp-slices does not support --fp8-format" in err

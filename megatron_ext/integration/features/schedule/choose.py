@@ -264,7 +264,7 @@ class ScheduleRequest:
 
     def sliced(self, spec: ScheduleSpec) -> ScheduleSpec:
         """``spec`` with the slices of its microbatches."""
-        if self.cut is None:
+        if self.cut is None or self.file is not None:
             return spec
         costs, m = self.cut.costs(spec.costs, spec.microbatches), spec.microbatches
         counts = (len(self.cut.ends),) * m
@@ -460,7 +460,13 @@ def _load(path: str, offloading: OffloadRequest | None) -> Schedule:
         )
     try:
         schedule = load(path).unlowered()
-        schedule.require_whole("training")
+        if not schedule.slices:
+            schedule.require_whole("training")
+        if len({*schedule.slices}) > 1:
+            raise ScheduleError(
+                f"{path} has {min(schedule.slices)} to {max(schedule.slices)} slices a microbatch, "
+                "but training cuts all microbatches of a file alike; write it with --slices K"
+            )
         if schedule.has_offload and offloading is not None:
             raise ScheduleError(
                 f"{path} has its own offload actions; drop --pp-offload and the flags that "

@@ -73,18 +73,28 @@ class Slices(Feature):
     conflicts = CONFLICTS
 
     def check_flags(self, run: Run) -> None:
-        if not _wanted(run.args) or run.request is None:
+        file = None if run.request is None else run.request.file
+        if file is None or not _given(run.args):
             return
-        if run.request.file is not None:
-            name = run.request.name
-            raise ConfigError(f"{_text(run.args)}: the order in {name} is fixed; drop it")
+        count, joined = run.args.pp_slices, run.args.pp_slice_weights
+        name = f"--pp-schedule {run.args.pp_schedule}"
+        if not file.slices:
+            raise ConfigError(f"{_text(run)}: the order in {name} is fixed; drop it")
+        if count != file.slices[0]:
+            raise ConfigError(
+                f"{_text(run)}: {name} has {file.slices[0]} slices a microbatch; drop it, or give "
+                f"{FLAG} {file.slices[0]}"
+            )
+        if joined is not None and (joined == "joined") != file.joined:
+            has = "one W for all slices" if file.joined else "a W for every slice"
+            raise ConfigError(f"{WEIGHTS} {joined}: {name} has {has}; drop it")
 
     def check(self, run: Run) -> None:
-        wanted = _wanted(run.args)
+        wanted = _wanted(run)
         if not wanted or run.request is None:
             return
         if run.args.seq_length is None or run.args.hidden_size is None:
-            raise ConfigError(f"{_text(run.args)} needs --seq-length and --hidden-size")
+            raise ConfigError(f"{_text(run)} needs --seq-length and --hidden-size")
         self._ask(run, wanted)
 
     def _ask(self, run: Run, wanted: Sequence[Wanted]) -> None:
@@ -95,10 +105,10 @@ class Slices(Feature):
         """
         args, tokens = run.args, run.args.seq_length
         assert run.request is not None and tokens is not None
-        require_no_conflict(args, self.conflicts, {"": _text(args)})
+        require_no_conflict(args, self.conflicts, {"": _text(run)})
         if getattr(args, "mtp_num_layers", None) and parse(run.version)[:2] < _PREDICTION:
             raise ConfigError(
-                f"{_text(args)} does not support --mtp-num-layers {args.mtp_num_layers} "
+                f"{_text(run)} does not support --mtp-num-layers {args.mtp_num_layers} "
                 f"on megatron-core {run.version}, whose losses of other depths have no function of "
                 "their own; use 0.17 or newer, or drop one of them"
             )
@@ -111,7 +121,7 @@ class Slices(Feature):
         _tell(run, first)
         if first.tokens is not None and lengths_differ and args.pp_microbatch_costs != "lengths":
             raise ConfigError(
-                f"{_text(args)} needs --pp-microbatch-costs lengths, since lengths differ between "
+                f"{_text(run)} needs --pp-microbatch-costs lengths, since lengths differ between "
                 f"microbatches; add it, or give {FLAG}"
             )
         if first.count > 1:
@@ -119,7 +129,7 @@ class Slices(Feature):
             run.request = replace(run.request, cut=cut)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        wanted = _wanted(run.args)
+        wanted = _wanted(run)
         if not wanted or run.request is None:
             return ()
         from .run import SlicedPasses
@@ -129,10 +139,19 @@ class Slices(Feature):
         return (SlicedPasses(wanted[0], _implementations(run), run.library),)
 
 
-def _wanted(args: MegatronArgs) -> Sequence[Wanted]:
-    """What the flags ask for, one cut or several to choose from; empty: whole sequences."""
+def _given(args: MegatronArgs) -> bool:
+    """A flag asks for slices."""
+    return args.pp_slices not in (None, 1) or args.pp_slice_tokens is not None
+
+
+def _wanted(run: Run) -> Sequence[Wanted]:
+    """What flags or a schedule file ask for, one cut or several to choose from; empty: whole
+    sequences."""
+    args, file = run.args, None if run.request is None else run.request.file
     count, even = args.pp_slices, args.pp_slice_cut == "even"
     packed = any(getattr(args, attribute(name), False) for name in PACKED)
+    if file is not None:
+        return [Wanted(file.slices[0], even, packed, file.joined)] if file.slices else ()
     rest, tokens = (even, packed, args.pp_slice_weights == "joined"), args.pp_slice_tokens
     if tokens is not None:
         length = getattr(args, "seq_length", None)
@@ -152,10 +171,13 @@ def _tell(run: Run, wanted: Wanted) -> None:
     run.even_slices = wanted.even
 
 
-def _text(args: MegatronArgs) -> str:
-    """The flag that asks for slices, with its value."""
+def _text(run: Run) -> str:
+    """What asks for slices: a flag with its value, or a file."""
+    args = run.args
     if args.pp_slice_tokens is not None:
         return f"{TOKENS} {args.pp_slice_tokens}"
+    if args.pp_slices is None:
+        return f"--pp-schedule {args.pp_schedule} with slices"
     return f"{FLAG} {args.pp_slices}"
 
 
