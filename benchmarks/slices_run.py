@@ -6,7 +6,7 @@
 
 Trains a small GPT with ``pretrain_gpt.py`` of a stock checkout (``$MEGATRON_LM`` or the user cache)
 on four gloo ranks of this machine, in float32. One run is stock's 1F1B. The other one saves a
-checkpoint every ``--steps`` steps and goes on from it with another ``--pp-slices``. Then the
+checkpoint every ``--steps`` steps and continues from it with another ``--pp-slices``. Then the
 executor runs orders of whole microbatches and of slices whose passes sleep: F, B and W of a rank's
 share of a microbatch ``--unit-ms`` each, a slice its part of it; whole and sliced steps in turn,
 ``--rounds`` times. Writes results/DATE-slices-run.json and slices_run.md.
@@ -128,7 +128,7 @@ def page(data: Row) -> str:
         for at in _shown(first, len(apart) + 1)
     ]
     what = (
-        f"stock 1F1B, and `{data['schedule']}` that goes on with {data['cuts']} slices, each "
+        f"stock 1F1B, and `{data['schedule']}` that continues with {data['cuts']} slices, each "
         f"for {steps} steps from a checkpoint of the one before; float32, {RANKS} gloo ranks"
     )
     columns = {
