@@ -245,7 +245,8 @@ def test_the_log_line(profiled: tuple[Outcome, Path]) -> None:
     found = LOGGED.findall(outcome.log(3))
     assert len(found) == 3
     for (bubble, planned, peak, promised), line in zip(found, range(3)):
-        assert 0 < float(planned) < float(bubble) < 100 and peak == promised
+        # Both are of measured passes, those of other steps, so either may be larger.
+        assert 0 < float(planned) < 100 and 0 < float(bubble) < 100 and peak == promised
         every = [(folder / f"rank{r}.jsonl").read_text().splitlines() for r in range(4)]
         trained = [[x for x in map(json.loads, lines) if not x["forward_only"]] for lines in every]
         assert 2 * float(peak) == max(rank[line]["peak_sets"] for rank in trained)

@@ -117,9 +117,10 @@ def test_a_file_keeps_its_order(on: Any, tmp_path: Any) -> None:
     assert plan_of(run).fingerprint() == made.fingerprint()
 
 
-def test_a_file_of_slices_is_refused(tmp_path: Any) -> None:
-    """Training would run a slice as if it were a microbatch."""
-    save(generate("v-half", 4, 8, slices=2, effort=0), tmp_path / "x.json")
+def test_a_file_for_other_microbatches_is_refused(tmp_path: Any) -> None:
+    """Training would run microbatches of other costs than the file is made for."""
+    costs = Costs().with_units([(n, n, n, n) for n in (1, 2, 1, 2, 1, 2, 1, 2)])
+    save(generate("v-half", 4, 8, costs=costs, effort=0), tmp_path / "x.json")
     with pytest.raises(ConfigError, match="training takes whole microbatches of equal costs"):
         ScheduleRequest.of(str(tmp_path / "x.json"))
 
