@@ -54,7 +54,7 @@ def ranks(count: int, task: Callable[[int], Any]) -> Any:
         return json.loads(result.read_text())
 
 
-def tell(*what: object) -> None:
+def report_progress(*what: object) -> None:
     """Print progress on rank 0."""
     if dist.get_rank() == 0:
         print(*what, flush=True)

@@ -26,7 +26,7 @@ from itertools import permutations
 from typing import Any
 
 from benchmarks import page as pages
-from benchmarks.emulated import CPU, ranks, tell, timed
+from benchmarks.emulated import CPU, ranks, report_progress, timed
 from benchmarks.page import Claim, Row, alternating, ratio
 from benchmarks.rivals import SHAPE, Way, parallel_state, torch, ways
 from megatron_ext.integration import measuring
@@ -87,7 +87,9 @@ def measure(rank: int, args: argparse.Namespace, microbatches: int) -> list[Row]
             "times": took,
         }
         rows.append({**row, "error": row["step"] / row["simulated"] - 1})
-        tell(f"m={microbatches} {way.name}: {row['step']:.3f} s, {rows[-1]['error']:+.2%}")
+        report_progress(
+            f"m={microbatches} {way.name}: {row['step']:.3f} s, {rows[-1]['error']:+.2%}"
+        )
     return rows
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import page as pages
 from benchmarks import rivals
-from benchmarks.emulated import dist, ranks, tell
+from benchmarks.emulated import dist, ranks, report_progress
 from benchmarks.page import Claim, Row, alternating
 from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, parallel_state, stock
 from megatron_ext.integration.pipeline import ScheduledPipeline
@@ -125,7 +125,7 @@ def run_rank(args: argparse.Namespace, rank: int) -> Row:
         mine = (statistics.median(threads), min(threads), statistics.median(processes))
         busiest = zip(("thread", "least", "process"), max(gather(mine)))
         rows.append({"name": name, "passes": passes[name], **dict(busiest)})
-        tell(rows[-1])
+        report_progress(rows[-1])
     return {"rows": rows, "model": model}
 
 

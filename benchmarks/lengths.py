@@ -154,13 +154,12 @@ def _data(args: argparse.Namespace) -> dict[str, Any]:
         for seed in seeds:
             rows.append(measure(kind, seed, order))
             print(kind, seed, rows[-1]["idle"], flush=True)
-    return {"seeds": args.seeds, "rows": rows}
+    return {"rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="of each distribution")
+    parser = parser_of(__doc__, seeds=(20, "of each distribution"))
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error(f"--seeds is 1 or more, not {args.seeds}")

@@ -41,7 +41,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from benchmarks import page as pages  # noqa: E402
-from benchmarks.emulated import ranks, tell  # noqa: E402
+from benchmarks.emulated import ranks, report_progress  # noqa: E402
 from benchmarks.moe_contenders import balances, shapes  # noqa: E402
 from benchmarks.moe_emulated import (  # noqa: E402
     HIDDEN,
@@ -114,7 +114,7 @@ def speed(rank: int, args: Any) -> list[Row]:
         row = choice_row(bench, auto, fixed_plans((Strategy.NONE,)), args.repeats)
         out.append({"ratio": ratio, **row})
         bench.close()
-        tell(out[-1])
+        report_progress(out[-1])
     return out
 
 
@@ -144,7 +144,7 @@ def strategies(rank: int, args: Any) -> list[Row]:
             row = choice_row(bench, auto, fitting, min(3, args.repeats))
             out.append({"ratio": ratio, "link": link, "budget_bytes": budget, **row})
             bench.close()
-            tell(out[-1])
+            report_progress(out[-1])
     return out
 
 
@@ -168,7 +168,7 @@ def memory(rank: int, args: Any) -> list[Row]:
             peak, kept, host = bench.peak(name)
             out.append({"way": name, "peak_bytes": peak, "buffers_bytes": kept, "host_bytes": host})
             bench.close()
-    tell(out)
+    report_progress(out)
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.emulated import tell
+from benchmarks.emulated import report_progress
 from benchmarks.moe_emulated import IN_FLIGHT, Network, PausingExperts, real_all_to_all
 from benchmarks.moe_layers import Auto, Bench, build, name_of, settle
 from benchmarks.moe_shapes import SHAPES
@@ -35,7 +35,7 @@ def shapes(rank: int, args: Any) -> list[dict[str, Any]]:
             {"auto": ("auto", "none"), "auto in it": ("auto", "auto")},
         )  # fmt: skip
         out.append({"name": one.name, "ratio": one.ratio, **row})
-        tell(out[-1])
+        report_progress(out[-1])
     return out
 
 
@@ -46,7 +46,7 @@ def balances(rank: int, args: Any) -> list[dict[str, Any]]:
         message = 3 * ratio / 4  # over the experts' forward pass
         row = _contend(rank, args, 8, 1.0, STOCK_MS / (3 + 3 * ratio), message, 1.0, 1.5, {})
         out.append({"name": "", "ratio": ratio, **row})
-        tell(out[-1])
+        report_progress(out[-1])
     return out
 
 

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import offload_host
 from benchmarks import page as pages
-from benchmarks.emulated import execute, gather, ranks, tell, timed
+from benchmarks.emulated import execute, gather, ranks, report_progress, timed
 from benchmarks.page import Row, alternating, ratio
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice, Direction
@@ -159,7 +159,7 @@ def run_rank(args: argparse.Namespace, rank: int) -> Row:
     for name in args.schedules.split(","):
         for k in args.ks.split(","):
             rows += measure(name, k, rank, args)
-            tell("\n".join(map(str, rows[-len(MODES) :])))
+            report_progress("\n".join(map(str, rows[-len(MODES) :])))
     return {"rows": rows}
 
 

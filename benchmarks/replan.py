@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import page as pages
-from benchmarks.emulated import CPU, SleepingStages, dist, execute, ranks, tell, timed
+from benchmarks.emulated import CPU, SleepingStages, dist, execute, ranks, report_progress, timed
 from benchmarks.page import Row, alternating
 from megatron_ext.integration import measuring
 from megatron_ext.integration.callbacks import PlanInputs
@@ -130,7 +130,7 @@ def run_rank(args: argparse.Namespace, rank: int) -> Row:
     rows = []
     for name in args.schedules.split(","):
         rows.append(mine.compare(name))
-        tell(rows[-1])
+        report_progress(rows[-1])
     return {"rows": rows}
 
 

@@ -110,9 +110,7 @@ def page(data: dict[str, Any]) -> str:
         lines += ["", f"## {size} microbatches", ""]
         lines += [f"| schedule | {' | '.join(ways)} |", f"|---|{'--:|' * len(ways)}"]
         for name in NAMES:
-            held = [
-                r["ways"] for r in data["rows"] if (r["name"], r["microbatches"]) == (name, size)
-            ]
+            held = _ways(data, name, size)
             cells = [
                 f"{_mean([row[way]['idle'] for row in held]):.1f} "
                 f"({_mean([row[way]['memory'] for row in held]):.1f})"
@@ -130,9 +128,7 @@ def page(data: dict[str, Any]) -> str:
     ]
     for name in NAMES:
         for size in SIZES:
-            held = [
-                r["ways"] for r in data["rows"] if (r["name"], r["microbatches"]) == (name, size)
-            ]
+            held = _ways(data, name, size)
             cells = [
                 f"{max(row[way]['order_ms'] for row in held):.0f} / "
                 f"{max(row[way]['plan_ms'] for row in held):.0f}"
@@ -142,6 +138,15 @@ def page(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _ways(data: dict[str, Any], name: str, microbatches: int) -> list[Row]:
+    """Of every seed."""
+    return [
+        row["ways"]
+        for row in data["rows"]
+        if (row["name"], row["microbatches"]) == (name, microbatches)
+    ]
+
+
 def _data(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for name in NAMES:
@@ -149,13 +154,12 @@ def _data(args: argparse.Namespace) -> dict[str, Any]:
             for seed in range(FIRST, FIRST + args.seeds):
                 rows.append(measure(name, size, seed))
                 print(name, size, seed, rows[-1]["ways"], flush=True)
-    return {"seeds": args.seeds, "rows": rows}
+    return {"rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--seeds", type=int, default=8, metavar="N", help="of each size")
+    parser = parser_of(__doc__, seeds=(8, "of each size"))
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error(f"--seeds is 1 or more, not {args.seeds}")

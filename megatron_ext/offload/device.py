@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from ..runtime.threads import begin_thread
 from .blocks import Form
 
 STUCK_SECONDS = 120.0
@@ -234,14 +235,8 @@ class Worker:
         self._thread.join(STUCK_SECONDS)
 
 
-_BEGIN = threading.Lock()
-
-
 def _work(tasks: _Tasks) -> None:
-    with _BEGIN:
-        # In a process that was forked, the first call of a new thread makes a new pool of torch,
-        # unguarded: of two at once, one finds none and fails.
-        torch.get_num_threads()
+    begin_thread()
     while (item := tasks.get()) is not None:
         task, event = item
         error: BaseException | None = None

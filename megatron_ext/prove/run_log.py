@@ -1,4 +1,4 @@
-"""What a training run leaves: the launcher's exact losses, Megatron's log, traces of ranks."""
+"""Files of a training run: the launcher's exact losses, Megatron's log, traces of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def values(line: str) -> dict[str, str]:
 
 
 def steps(text: str) -> Iterator[Step]:
-    """The iterations that a log tells of.
+    """The iterations in a log.
 
     Ranks write to one log, so a line may be split by another's: only the order is relied on.
     """

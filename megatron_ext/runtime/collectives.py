@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from .communicators import PerGroup, counted, end
 from .edges import DEFAULT, MessageOptions, communicator
+from .threads import begin_thread
 
 Chain = Callable[[], Any]
 
@@ -148,6 +149,7 @@ class _Thread:
 
 
 def _work(todo: queue.SimpleQueue[tuple[Chain, Future[Any]] | None]) -> None:
+    begin_thread()
     while (task := todo.get()) is not None:
         chain, result = task
         try:

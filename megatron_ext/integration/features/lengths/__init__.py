@@ -25,7 +25,7 @@ class Lengths(Feature):
         Flag(
             FLAG,
             "equal (default), or lengths: read the lengths of a training step's microbatches ahead "
-            "on the first stage, tell the pipeline, and run an order made for them; for data of "
+            "on the first stage, send them to all stages, and run an order for them; for data of "
             "varying length, and packed documents",
             choices=("equal", LENGTHS),
             idle="equal",

@@ -17,7 +17,7 @@ from .read import FLAG, Sequences, asked, sequences_of
 
 
 class StepLengths(Callback):
-    """Reads what each training step has, and tells the pipeline.
+    """Reads the lengths of each training step, and sends them to the pipeline.
 
     Args:
         run: of one model.

@@ -12,7 +12,6 @@ from ...._input import attribute
 from ....plan.slices import CONFLICTS, FLAG, PACKED
 from ....releases import parse
 from ....schedule import AUTO
-from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
@@ -74,16 +73,16 @@ class Slices(Feature):
 
     def check_flags(self, run: Run) -> None:
         file = None if run.request is None else run.request.file
-        if file is None or not _given(run.args):
+        if file is None:
             return
-        count, joined = run.args.pp_slices, run.args.pp_slice_weights
+        count, joined = file.slices[0] if file.slices else 1, run.args.pp_slice_weights
         name = f"--pp-schedule {run.args.pp_schedule}"
-        if not file.slices:
-            raise ConfigError(f"{_text(run)}: the order in {name} is fixed; drop it")
-        if count != file.slices[0]:
+        if run.args.pp_slices not in (None, count) or run.args.pp_slice_tokens is not None:
+            if count == 1:
+                raise ConfigError(f"{_text(run)}: the order in {name} is fixed; drop it")
             raise ConfigError(
-                f"{_text(run)}: {name} has {file.slices[0]} slices a microbatch; drop it, or give "
-                f"{FLAG} {file.slices[0]}"
+                f"{_text(run)}: {name} has {count} slices a microbatch; drop it, or give "
+                f"{FLAG} {count}"
             )
         if joined is not None and (joined == "joined") != file.joined:
             has = "one W for all slices" if file.joined else "a W for every slice"
@@ -118,7 +117,7 @@ class Slices(Feature):
             return
         lengths_differ = run.library and getattr(args, "variable_seq_lengths", False)
         first = wanted[0]
-        _tell(run, first)
+        _set_cut(run, first)
         if first.tokens is not None and lengths_differ and args.pp_microbatch_costs != "lengths":
             raise ConfigError(
                 f"{_text(run)} needs --pp-microbatch-costs lengths, since lengths differ between "
@@ -135,13 +134,8 @@ class Slices(Feature):
         from .run import SlicedPasses
 
         if not run.library:  # where auto has chosen by now
-            _tell(run, wanted[0])
+            _set_cut(run, wanted[0])
         return (SlicedPasses(wanted[0], _implementations(run), run.library),)
-
-
-def _given(args: MegatronArgs) -> bool:
-    """A flag asks for slices."""
-    return args.pp_slices not in (None, 1) or args.pp_slice_tokens is not None
 
 
 def _wanted(run: Run) -> Sequence[Wanted]:
@@ -165,8 +159,8 @@ def _wanted(run: Run) -> Sequence[Wanted]:
     return [Wanted(count, *rest)] if count is not None and count > 1 else ()
 
 
-def _tell(run: Run, wanted: Wanted) -> None:
-    """Say how sequences are cut whose lengths are known."""
+def _set_cut(run: Run, wanted: Wanted) -> None:
+    """Let other features know how sequences of known length are cut."""
     run.slices_of = functools.partial(wanted.count_of, config=run.args)
     run.even_slices = wanted.even
 

@@ -66,7 +66,7 @@ def of_slice(slicing: Slicing, packed: Any) -> Any:
     inner = [edge - begin for edge in slicing.documents if begin < edge < end]
     edges = [0, *inner, end - begin]
     lengths = [b - a for a, b in pairwise(edges)]
-    # The longest tells how many positions are needed, from the beginning of the document.
+    # Positions are needed for the longest, from the beginning of its document.
     longest = max(slicing.prefix + lengths[0], *lengths)
     documents = packed.cu_seqlens_q.new_tensor(edges)
     return _with(packed, documents, documents, longest, longest)
