@@ -50,7 +50,7 @@ MOE = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2
 SETTINGS = {
     "bf16, distributed optimizer": f"{PP4} --bf16 {SHARDED} {EXACT} --pp-schedule v-zb",
     "fp32, plain": f"{PP4} {DROPOUT} --pp-schedule 1f1b",
-    "slices, experts, global loss": f"""{PP4} {SHARDED} {EXACT} --pp-schedule v-half --pp-slices 3
+    "slices, experts, global loss": f"""{PP4} {SHARDED} {EXACT} --pp-schedule v-half --pp-slices 2
     {MOE.replace("--expert-model-parallel-size 2 ", "").replace("type aux", "type global_aux")}
     --transformer-impl local""",
     "experts, chained optimizers": f"{PP2} --bf16 {MOE} {EXACT} --pp-schedule v-half",

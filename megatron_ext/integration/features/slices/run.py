@@ -126,7 +126,7 @@ class Batches:
         self.source = source
         self.whole = False
         self._drawn: list[Any] = []
-        self._place = 0
+        self._place, self._first = 0, False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -134,6 +134,8 @@ class Batches:
     def __next__(self) -> Any:
         if self.whole:
             return next(self.source)
+        if self._first:
+            self._drawn, self._first = [], False
         if self._place == len(self._drawn):
             self._drawn.append(next(self.source))
         self._place += 1
@@ -142,10 +144,9 @@ class Batches:
         return dict(batch) if isinstance(batch, dict) else batch
 
     def begin(self, unit: Unit) -> None:
-        """The next draws are those of a slice."""
-        if not unit.slice:
-            self._drawn = []
-        self._place = 0
+        """The next draws are those of a slice. Until the first slice draws, what was drawn stays:
+        a pass that is run again may get its batch from elsewhere, and the next slice not."""
+        self._place, self._first = 0, not unit.slice
 
 
 class SliceRunner(MegatronRunner):
