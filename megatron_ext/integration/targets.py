@@ -197,6 +197,9 @@ DDP_HOOK_MAKER = Target.at(
     "DistributedDataParallel._make_backward_post_hook",
     *("self", "param"),
 )
+TIED_GRADIENTS = Target.at(
+    f"{_CORE}.distributed.finalize_model_grads:_allreduce_word_embedding_grads", "model"
+)
 CHAINED_STEP = Target.at(f"{_CORE}.optimizer.optimizer:ChainedOptimizer.step", "self")
 
 # Megatron's training scripts.

@@ -55,7 +55,7 @@ EQUAL = {
 # At night: a second schedule, or a second door, for what another case has already.
 NIGHTLY = (
     *("auto-m3", "interleaved-m3", "zb-h1-overlap-bf16", "1f1b-graphs"),
-    *("zb-h1-lengths", "v-half-tied-enabled", "v-zb-overlap-bf16-enabled"),
+    *("zb-h1-lengths", "v-zb-overlap-bf16-enabled"),
     *("zb-h1-enabled", "file-forward-m3", "gis", "zb-h1-slices-dropped-in"),
 )
 SAMPLED = sampled(EQUAL, [case for case in EQUAL if case not in NIGHTLY])

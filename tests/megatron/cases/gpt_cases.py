@@ -108,6 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
         "chunks": 2,
         "tied": True,
         "door": "enable",
+        "finalizes": True,  # the trainer itself, not by the model's configuration
     },
     "v-zb-overlap-bf16-enabled": {
         "pp": 2,
@@ -255,7 +256,7 @@ def build(case: dict[str, Any], config: TransformerConfig) -> tuple[list[Any], l
         config.no_sync_func = [model.no_sync for model in wrapped]
         if len(wrapped) == 1:
             config.no_sync_func = config.no_sync_func[0]
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = None if case.get("finalizes") else finalize_model_grads
     return wrapped, bare
 
 
@@ -365,6 +366,8 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 model.train()
                 model.zero_grad_buffer()
             store = run(forward_only)
+            if case.get("finalizes"):
+                finalize_model_grads(models)
         gradients, tp = {}, parallel_state.get_tensor_model_parallel_rank()
         part = f" of {tp}" if tp else ""
         if not forward_only:

@@ -32,6 +32,7 @@ from ...targets import (
     HYBRID_INIT,
     HYBRID_SEGMENT,
     PARALLEL_STATE,
+    TIED_GRADIENTS,
 )
 from ...utils import chunks_of, has_second_embedding, tied_embeddings, unwrapped
 from .relay import Relay
@@ -56,6 +57,7 @@ class VPlacement(Feature):
         self._roles = Roles(run.training or "megatron.training" in sys.modules)
         self._first_chunk: Callable[[], Any] = lambda: None  # that was built last
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # models with tied embeddings
+        self._added = False  # the gradients of their two copies, since the last step began
         return (self, self._roles)
 
     # --- where Megatron builds a model ---
@@ -199,7 +201,7 @@ class VPlacement(Feature):
     def begin(self, step: Step) -> None:
         self._require_placed(step.call.iteration.models)
         self._require_equal_copies(step)
-        self._roles.running = True
+        self._roles.running, self._added = True, False
 
     def _require_equal_copies(self, step: Step) -> None:
         """Once a model: rank 0 has both copies of tied embeddings, and their gradients are added,
@@ -236,8 +238,19 @@ class VPlacement(Feature):
         elif step.rank != step.call.group.size() - 1 and not self._roles.results_on_both:
             step.losses = []  # as in stock, so that a sum over the pipeline has them once
 
+    @hooked(TIED_GRADIENTS, "copies of tied weights would drift apart where a trainer finalizes")
+    def _reduce_tied(
+        self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(model, *args, **kwargs)
+        chunks = [unwrapped(m) for m in chunks_of(model)]
+        if hasattr(chunks[0], _PLACED):
+            reduce_tied_gradients(chunks)
+            self._added = True
+
     def gradients_reduced(self, step: Step) -> None:
-        reduce_tied_gradients([unwrapped(m) for m in step.call.iteration.models])
+        if not self._added:  # the trainer's function is not made of Megatron's
+            reduce_tied_gradients([unwrapped(m) for m in step.call.iteration.models])
 
     def dropped(self, step: Step, failed: bool) -> None:
         if failed:  # the peer may have ended
