@@ -319,7 +319,7 @@ def test_losses_that_are_not_linear_are_refused() -> None:
 
     def step(iterator: Any, model: Any, of: Any) -> Any:
         drawn.append(model)
-        return torch.ones(1, 3), lambda losses: (of(losses), {"loss": 1})
+        return torch.ones(1, 3), lambda losses: (of(losses), {"loss": of(losses)})
 
     def mean(losses: torch.Tensor) -> torch.Tensor:
         return (losses * mask).sum() / mask.sum()
@@ -331,6 +331,22 @@ def test_losses_that_are_not_linear_are_refused() -> None:
     assert loss(output)[0] == 1 and drawn == ["model"]
     with pytest.raises(ConfigError, match="the loss function gives 0.606531: it is not linear"):
         _with_linear_loss(step)(None, "model", of=ratio)
+
+
+@pytest.mark.parametrize(
+    ("report", "fault"),
+    [
+        (lambda x: {"lm loss": torch.stack([x.sum(), torch.tensor(4.0)]), "mean": x.mean()}, None),
+        (lambda x: {"loss": x.sum(), "tokens": 4}, r"tokens is \[4\] where .* \[4\] where they"),
+        (lambda x: {"of samples": x.sum(1)}, r"of samples is \[0.0, 0.0\] .* \[2.0, 2.0\] where"),
+    ],
+)
+def test_reports_that_slices_would_not_add_right_are_refused(report: Any, fault: Any) -> None:
+    """A number of tokens would come out once for every slice, a sample's loss for one of them."""
+    losses = torch.ones(2, 2)
+    step = _with_linear_loss(lambda: (losses, lambda x: (x.sum(), torch.tensor(4), report(x))))
+    with pytest.raises(ConfigError, match=fault) if fault else contextlib.nullcontext():
+        assert step()[0] is losses
 
 
 def test_layers_that_are_not_cut_are_refused() -> None:

@@ -263,15 +263,38 @@ def _with_linear_loss(step: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         output, loss_function = step(*args, **kwargs)
         with torch.no_grad():
-            loss = loss_function(torch.zeros_like(output))[0]
+            (loss, *_, none), (*_, some) = (
+                loss_function(torch.full_like(output, value)) for value in (0, 1)
+            )
         if bool(loss != 0):
             raise ConfigError(
                 f"--pp-slices adds the losses of slices, but where all tokens' losses are 0 the "
                 f"loss function gives {float(loss):g}: it is not linear in them; drop --pp-slices"
             )
+        _require_sums(none, some)
         return output, loss_function
 
     return checked
+
+
+def _require_sums(none: Any, some: Any) -> None:
+    """What is reported of losses of 0, and of 1, must be what ``added`` adds right.
+
+    Raises:
+        ConfigError: slices would add a number that is no sum of losses, or keep one that is.
+    """
+    for name, value in none.items() if isinstance(none, dict) else ():
+        if not isinstance(value, torch.Tensor | float | int):
+            continue
+        found, other = (torch.as_tensor(of).reshape(-1) for of in (value, some[name]))
+        pair = isinstance(value, torch.Tensor) and len(found) == 2
+        if found[: 1 if pair else None].any() or (pair and found[1] != other[1]):
+            raise ConfigError(
+                f"--pp-slices adds what the loss function reports of slices, but {name} is "
+                f"{found.tolist()} where all losses are 0 and {other.tolist()} where they are 1: "
+                "it must be a sum of losses, or a pair of a sum and its tokens; report it so, or "
+                "drop --pp-slices"
+            )
 
 
 def _require_attention(model: Any, attentions: int) -> None:
