@@ -60,6 +60,11 @@ CONFLICTS = (
     Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
     Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
              beside="--multi-latent-attention"),
+    Conflict("--logits-save-dir", "it counts calls as microbatches; drop it"),
+    Conflict("--logits-load-dir", "it counts calls as microbatches; drop it"),
+    Conflict("--export-kd-teacher-load", "its losses are not cut; drop it"),
+    Conflict("--save-activations-interval", "they would be those of a slice; drop it"),
+    Conflict("--save-dgrads-interval", "they would be those of a slice; drop it"),
     Conflict("--pp-vocab-parallel", "tokens behind a slice would be missing; drop one of them",
              beside="--mtp-num-layers"),
 )  # fmt: skip

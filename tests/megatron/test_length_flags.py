@@ -35,10 +35,14 @@ def test_off_without_it() -> None:
 @pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("rule", Lengths.conflicts, ids=lambda rule: rule.flag)
 def test_conflicts(rule: Conflict, library: bool) -> None:
+    values: dict[str, Any] = {rule.attribute: list(rule.values) or 2}
+    if rule.beside:
+        checked(library=library, **values)
+        values["pp_reorder_microbatches"] = True
     with pytest.raises(
         ConfigError, match=f"--pp-microbatch-costs lengths does not support {rule.flag}"
     ):
-        checked(library=library, **{rule.attribute: list(rule.values) or 2})
+        checked(library=library, **values)
     for off in rule.off:
         checked(library=library, **{rule.attribute: off})
 

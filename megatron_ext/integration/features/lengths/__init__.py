@@ -15,6 +15,7 @@ from .read import FLAG
 LENGTHS = "lengths"
 _EQUAL = "its plan is one for equal microbatches; drop one of them"
 _OFFLOAD = "which sets leave is decided for all steps; drop one of them"
+_COUNTED = "it counts microbatches as they come; drop it, or --pp-reorder-microbatches"
 _CAPTURED = "a captured pass has one place in one order; drop it"
 
 
@@ -53,6 +54,8 @@ class Lengths(Feature):
         Conflict("--cuda-graph-impl", _CAPTURED, off=("none",)),
         Conflict("--enable-cuda-graph", _CAPTURED),
         Conflict("--external-cuda-graph", _CAPTURED),
+        Conflict("--logits-save-dir", _COUNTED, beside="--pp-reorder-microbatches"),
+        Conflict("--logits-load-dir", _COUNTED, beside="--pp-reorder-microbatches"),
     )  # fmt: skip
     per_model = True
 

@@ -87,6 +87,8 @@ class PostValidation(Feature):
         Conflict("--save-tokens-per-expert-interval", _HOOKED),
         Conflict("--save-dgrads-interval", _HOOKED),
         Conflict("--moe-routing-trace-path", _HOOKED),
+        Conflict("--logits-save-dir", _HOOKED),
+        Conflict("--logits-load-dir", _HOOKED),
         Conflict("--dsa-indexer-loss-coeff", "its loss would be logged too early; drop it"),
         Conflict(
             "--dataloader-type",
