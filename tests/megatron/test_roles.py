@@ -115,10 +115,8 @@ def _tied(first: float, last: float) -> list[Any]:
 
 
 def _step(chunks: list[Any]) -> Any:
-    iteration = SimpleNamespace(models=chunks)
-    return SimpleNamespace(
-        call=SimpleNamespace(iteration=iteration), plan=SimpleNamespace(name="v-half")
-    )
+    call = SimpleNamespace(iteration=SimpleNamespace(models=chunks))
+    return SimpleNamespace(call=call, plan=SimpleNamespace(name="v-half"), training=True)
 
 
 def test_tied_copies_that_differ_are_refused(on_rank: Any) -> None:
@@ -129,6 +127,24 @@ def test_tied_copies_that_differ_are_refused(on_rank: Any) -> None:
         check(_step(_tied(1.0, 2.0)))
     on_rank(1)
     check(_step(_tied(1.0, 2.0)))
+
+
+def test_tied_copies_that_are_trained_apart_are_refused(on_rank: Any) -> None:
+    """A trainer may finalize gradients without Megatron's function, and without adding them."""
+    on_rank(0)
+    feature, chunks = started(VPlacement), _tied(1.0, 1.0)
+    weights = [chunk.shared_embedding_or_output_weight() for chunk in chunks]
+    for _ in range(2):  # no optimizer between
+        feature._require_equal_copies(_step(chunks))
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 3.0)
+    for _ in range(2):
+        feature.gradients_reduced(_step(chunks))
+        assert [float(weight.grad.sum()) for weight in weights] == [36, 36]  # once
+    feature._require_equal_copies(_step(chunks))
+    weights[0].data += 1
+    with pytest.raises(ConfigError, match="but they differ: each was trained by its own gradient"):
+        feature._require_equal_copies(_step(chunks))
 
 
 def test_the_bridge_loads_both_copies(on_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,9 @@ class VPlacement(Feature):
         self._relay = Relay()
         self._roles = Roles(run.training or "megatron.training" in sys.modules)
         self._first_chunk: Callable[[], Any] = lambda: None  # that was built last
-        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # models with tied embeddings
-        self._added = False  # the gradients of their two copies, since the last step began
+        # Models with tied embeddings, and those whose gradients of both copies are not added yet.
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._apart: weakref.WeakSet[Any] = weakref.WeakSet()
         return (self, self._roles)
 
     # --- where Megatron builds a model ---
@@ -201,22 +202,31 @@ class VPlacement(Feature):
     def begin(self, step: Step) -> None:
         self._require_placed(step.call.iteration.models)
         self._require_equal_copies(step)
-        self._roles.running, self._added = True, False
+        self._roles.running = True
 
     def _require_equal_copies(self, step: Step) -> None:
-        """Once a model: rank 0 has both copies of tied embeddings, and their gradients are added,
-        so they would stay apart."""
+        """Once a model, and after a step whose gradients were not added: rank 0 has both copies of
+        tied embeddings, and their gradients are added, so they would stay apart."""
         chunks = [unwrapped(model) for model in step.call.iteration.models]
-        if chunks[0] in self._checked:
+        trained = chunks[0] in self._apart
+        if step.training:
+            self._apart.add(chunks[0])
+        if chunks[0] in self._checked and not trained:
             return
         self._checked.add(chunks[0])
         found = tied_embeddings(pp_rank(), chunks)
         if found is not None and not torch.equal(*found):
+            why, fix = (
+                "whatever loaded the weights filled one of them",
+                "load a torch_dist checkpoint",
+            )
+            if trained:
+                why = "each was trained by its own gradient"
+                fix = "finalize gradients by Megatron's finalize_model_grads"
             raise ConfigError(
                 f"--pp-schedule {step.plan.name} has both copies of the tied word embeddings on "
-                "one rank, but they differ: whatever loaded the weights filled one of them; load "
-                "a torch_dist checkpoint, or use a schedule with Megatron's own placement, e.g. "
-                "zb-h1"
+                f"one rank, but they differ: {why}; {fix}, or use a schedule with Megatron's own "
+                "placement, e.g. zb-h1"
             )
 
     def passes_done(self, step: Step, watchdog: Any) -> None:
@@ -243,16 +253,20 @@ class VPlacement(Feature):
         self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
     ) -> None:
         original(model, *args, **kwargs)
-        chunks = [unwrapped(m) for m in chunks_of(model)]
-        if hasattr(chunks[0], _PLACED):
-            reduce_tied_gradients(chunks)
-            self._added = True
+        self._add_tied(chunks_of(model))
 
     def gradients_reduced(self, step: Step) -> None:
-        if not self._added:  # the trainer's function is not made of Megatron's
-            reduce_tied_gradients([unwrapped(m) for m in step.call.iteration.models])
+        self._add_tied(step.call.iteration.models)  # by a trainer's function, not of Megatron's
+
+    def _add_tied(self, models: Sequence[Any]) -> None:
+        """Once after a step."""
+        chunks = [unwrapped(model) for model in models]
+        if chunks[0] in self._apart:
+            self._apart.remove(chunks[0])
+            reduce_tied_gradients(chunks)
 
     def dropped(self, step: Step, failed: bool) -> None:
+        self._apart.discard(unwrapped(step.call.iteration.models[0]))
         if failed:  # the peer may have ended
             self._relay = Relay()
 
