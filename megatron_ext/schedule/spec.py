@@ -63,12 +63,7 @@ class Cut(NamedTuple):
         ends = [Fraction(end, self.ends[-1]) for end in (0, *self.ends)]
         overhead = 0 if self.joined else self.overhead
         rows = [
-            (
-                forward,
-                backward / (1 + self.attention),
-                (1 - overhead) * share + overhead,
-                share,
-            )
+            (forward, backward, (1 - overhead) * share + overhead, share)
             for forward, backward, share in times_of(ends, self.attention)
         ]
         return costs.with_units(rows * microbatches)
