@@ -161,6 +161,14 @@ class ScheduleSpec:
         capped = self.order is None and GENERATORS[self.name].takes_memory_cap
         return replace(self, offload=None, cap=self.cap if capped else None)
 
+    def sliced(self, cut: Cut | None) -> ScheduleSpec:
+        """The same with the sequence of every microbatch cut; a schedule file is cut already."""
+        if cut is None or self.order is not None:
+            return self
+        m = self.microbatches
+        costs = cut.costs(self.costs, m)
+        return replace(self, slices=(len(cut.ends),) * m, costs=costs, joined=cut.joined)
+
     def of(self, name: str) -> ScheduleSpec:
         """The same for one schedule, with the chunks and the costs of that schedule's stages."""
         made = GENERATORS[name]
