@@ -30,12 +30,13 @@ from benchmarks import rivals
 from benchmarks.emulated import dist, ranks, report_progress
 from benchmarks.page import Claim, Row, alternating
 from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, parallel_state, stock
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.pipeline import ScheduledPipeline
 from megatron_ext.integration.plans import Plans
 from megatron_ext.integration.utils import gather
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
-from megatron_ext.schedule import Schedule, check, generate, lower
+from megatron_ext.schedule import check, generate, lower
 
 OURS = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "v-half", "v-zb")
 # Ours inside Megatron, called with the same model and functions as stock.
@@ -64,14 +65,10 @@ class NoWatchdog:
 def inside(name: str, chunks: int, rank: int, args: argparse.Namespace) -> MegatronWay:
     """Our forward-backward function as Megatron's training loop would call it."""
     pp, m = args.pp, args.microbatches
-    placement = generate(name, pp, m, chunks).placement
-
-    def plan(count: int) -> Schedule:
-        return generate(name, pp, count, chunks)
-
-    plans = Plans(plan, lambda count: None, lambda loads: plan(len(loads.order)), placement)
+    choice = ScheduleRequest.of(name).resolve(pp, chunks, m)
+    plans = Plans(lambda count: choice, choice.placement)
     pipeline = ScheduledPipeline(plans, WeightGradStore(), 300.0)
-    return MegatronWay(f"ours in Megatron {name}", pipeline, rank, placement, m)
+    return MegatronWay(f"ours in Megatron {name}", pipeline, rank, choice.placement, m)
 
 
 def everything(rank: int, args: argparse.Namespace) -> list[Way]:

@@ -20,11 +20,12 @@ from benchmarks.page import parser_of, run
 from megatron_ext.schedule import Costs, Placement, Schedule, ScheduleSpec, select
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import Rows, replay
-from megatron_ext.schedule.generators.lengths import arranged, length_costs
+from megatron_ext.schedule.generators.lengths import arranged
 from megatron_ext.schedule.generators.sliced import planned
 from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.search import FINE
 from megatron_ext.schedule.tasks import Tasks
+from megatron_ext.schedule.units import SHARE, slice_costs
 
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
@@ -58,7 +59,14 @@ def draw(kind: str, seed: int) -> list[int]:
 def table(lengths: Sequence[int], slice_length: int | None) -> Tasks:
     """All passes, without hops."""
     placement = Placement.vee(PP)
-    units = length_costs(lengths, MEAN, ATTENTION, slice_length=slice_length)
+    units = [
+        slice_costs(
+            1 if slice_length is None else -(-length // slice_length),
+            ATTENTION,
+            length=Fraction(length, MEAN),
+        )
+        for length in lengths
+    ]
     return Tasks(placement, Durations.unit(placement).times(FINE, 1), units)
 
 
@@ -82,7 +90,7 @@ def measure(kind: str, seed: int, order: Schedule) -> Row:
     tasks = table(lengths, None)
     known = tasks.rows(order.ranks)
     cap = max(tasks.peaks(known))
-    share = cap / length_costs([MEAN], MEAN)[0][0].size / PP / 2
+    share = cap / SHARE / PP / 2
     row: Row = {"kind": kind, "seed": seed, "memory": round(share, 3), "idle": {}, "seconds": {}}
     for name, sorted_, slice_length, work in CONTENDERS:
         started = time.process_time()

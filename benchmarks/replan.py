@@ -29,7 +29,7 @@ from benchmarks.page import Row, alternating
 from megatron_ext.integration import measuring
 from megatron_ext.integration.callbacks import PlanInputs
 from megatron_ext.integration.features.profile.profiler import Profiler
-from megatron_ext.integration.features.schedule.choose import Measured, ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.utils import gather
 from megatron_ext.plan.layout import Split
 from megatron_ext.plan.profile import Profile
@@ -41,6 +41,7 @@ from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import Placement, check, lower, simulate
 from megatron_ext.schedule.actions import Op
+from megatron_ext.schedule.planner import Knowledge
 from megatron_ext.schedule.schedule import Schedule
 
 SHAPE = (64,)
@@ -95,7 +96,7 @@ class Rank:
         equal = choice.plan(m)
         found = self.measure(lower(equal))
         costs = found.costs(Split(found.layers))
-        new = choice.plan(m, Measured(costs=costs, reorder=True, profile=found))
+        new = choice.plan(m, Knowledge(costs=costs, reorder=True, profile=found))
         plans = {"equal": lower(equal), "replanned": lower(new)}
         for plan in plans.values():
             check(plan)

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.page import parser_of, run
 from megatron_ext.plan.loads import Load, rising, shares_of_loads
 from megatron_ext.schedule import Costs, Schedule, ScheduleSpec, check, lower, select, simulate
-from megatron_ext.schedule.for_units import order_for_units
 from megatron_ext.schedule.memory_cap import ShareCap
+from megatron_ext.schedule.planner import order_for_units
 
 Row = dict[str, Any]
 PP, MEAN, HIDDEN, SPREAD = 8, 4096, 4096, 0.3

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .._input import fraction, read_text, reason, shown
-from ..schedule.units import check_slices, shares_of
+from ..schedule.units import check_slices, shares_of, times
 
 _CUTS = ("attention_share", "slice_cut", "slice_overhead", "slice_weights")
 UNIT_OPTIONS = ("slices", *_CUTS, "microbatch_cost", "reorder_microbatches")
@@ -151,18 +151,12 @@ def factors_of(text: str, attention: Fraction) -> Factors:
 
 
 def _by_length(rows: list[list[str]], where: str, attention: Fraction) -> Factors:
-    """Of microbatches of these lengths, beside one of their mean length.
-
-    W has no core attention; F and B spend the share ``attention`` of their time in it at the mean
-    length, and it grows with the square.
-    """
+    """Of microbatches of these lengths, beside one of their mean length, by ``times``."""
     if not rows:
         raise ValueError(f"{where} has no lengths below its first line")
     lengths = [_row(row, f"{where}, microbatch {j}")[0] for j, row in enumerate(rows)]
     mean = sum(lengths, Fraction(0)) / len(lengths)
-    of_mean = [length / mean for length in lengths]
-    both = [(1 - attention) * x + attention * x * x for x in of_mean]
-    return tuple((y, y, x) for x, y in zip(of_mean, both))
+    return tuple(times(x, x * x, attention) for x in (length / mean for length in lengths))
 
 
 def _is_number(text: str) -> bool:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..plan.layout import Split
 from ..schedule.link import Link
+from ..schedule.planner import Knowledge, StepUnits
 from .hooks import Hook, declared
 
 if TYPE_CHECKING:
@@ -38,6 +40,11 @@ class Loads(NamedTuple):
     units: tuple[tuple[tuple[Fraction, ...], ...], ...]
     order: tuple[int, ...]
     free: bool
+
+    @property
+    def step(self) -> StepUnits:
+        """For the planner."""
+        return StepUnits(len(self.order), self.units, self.free)
 
 
 def arranged(loads: Loads, plan: Schedule) -> Loads:
@@ -72,6 +79,13 @@ class PlanInputs:
     profile: Profile | None = None
     reorder: bool = False
     changed: bool = False
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """As the planner takes it."""
+        profile = self.profile
+        costs = None if profile is None else profile.costs(Split(profile.layers))
+        return Knowledge(self.link, costs, self.reorder and profile is not None, profile)
 
 
 @dataclass

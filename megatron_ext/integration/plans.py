@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..schedule.generators import forward_only
 from ..schedule.passes.check import check
 from ..schedule.passes.lower import lower
 from ..schedule.placement import Placement
+from ..schedule.planner import StepUnits
 from ..schedule.post_validation import add_post_validation
 from ..schedule.schedule import Schedule
-from ..schedule.training import TrainingOrder
 from .callbacks import Callback, Loads, PlanInputs, arranged
 from .errors import ConfigError
 from .later import Armed, Searches
 from .utils import gather
+
+if TYPE_CHECKING:
+    from .features.schedule.choose import Choice
 
 # Microbatches, training, and what a plan for loads is made from.
 _Key = tuple[int, bool, tuple[Any, ...] | None]
@@ -30,9 +33,7 @@ class Plans:
     later, in mid-run, do not stop training: see ``later``.
 
     Args:
-        make: the training schedule (compute and offload actions) for a number of microbatches.
-        later: the request for it, if ``make`` would search for it; else None.
-        for_loads: the training schedule for a step's own microbatches.
+        choice: what training runs, given the microbatches of its first step.
         placement: of that schedule, and of evaluation.
         inputs: what training schedules depend on; if it is marked as changed, new ones are made.
         post_validation: lowered training schedules hold optimizer post-validation.
@@ -42,16 +43,13 @@ class Plans:
 
     def __init__(
         self,
-        make: Callable[[int], Schedule],
-        later: Callable[[int], TrainingOrder | None],
-        for_loads: Callable[[Loads], Schedule],
+        choice: Callable[[int], Choice],
         placement: Placement,
         inputs: PlanInputs | None = None,
         post_validation: bool = False,
         barriers: int = 0,
     ) -> None:
-        self._make, self._later, self._for_loads = make, later, for_loads
-        self._placement, self._barriers = placement, barriers
+        self._choice, self._placement, self._barriers = choice, placement, barriers
         self._inputs, self._post_validation = inputs or PlanInputs(), post_validation
         self._kept: dict[_Key, Schedule] = {}  # the last used last
         self._searches = Searches()
@@ -90,7 +88,8 @@ class Plans:
             self._searches.step()
         made: Schedule | None = None
         if former is None:
-            made = self._new(microbatches, training, group) if own is None else self._for_loads(own)
+            units = StepUnits(microbatches) if own is None else own.step
+            made = self._new(units, training, group)
             self._begun |= training
         elif training and own is None:
             made = self._searches.take(microbatches, group, armed)
@@ -126,17 +125,20 @@ class Plans:
         """End what is searched for beside training."""
         self._searches.close()
 
-    def _new(self, microbatches: int, training: bool, group: Any) -> Schedule:
+    def _new(self, units: StepUnits, training: bool, group: Any) -> Schedule:
+        microbatches = units.microbatches
         if not training:
             return forward_only(self._placement, microbatches, self._barriers)
-        request = self._later(microbatches) if self._begun else None
+        choice, knowledge = self._choice(microbatches), self._inputs.knowledge
         # A cap that no quick order keeps is for the search.
         with contextlib.suppress(ValueError):
-            if request is not None:
-                order = request.quick()
-                self._searches.add(microbatches, request, group.rank() == 0)
-                return order
-        return self._make(microbatches)
+            if self._begun and not units.shares:
+                request = choice.planner.later(microbatches, knowledge)
+                if request is not None:
+                    order = request.quick()
+                    self._searches.add(microbatches, request, group.rank() == 0)
+                    return order
+        return choice.plan(units, knowledge)
 
     def _ready(self, made: Schedule, training: bool) -> Schedule:
         plan = lower(made)

@@ -42,8 +42,10 @@ class Budget:
     sets_grow: bool = False
 
     def at(self, stages: int) -> Budget:
-        """The same for so many stages alone, which another process can be sent."""
         return replace(self, splits={stages: self.splits(stages)}.__getitem__)
+
+    def measured(self, profile: Profile) -> Budget:
+        return replace(self, profile=profile)
 
     def stages(self, placement: Placement) -> list[StageBytes]:
         """Bytes of every stage."""
@@ -185,5 +187,5 @@ def profiled(spec: ScheduleSpec, profile: Profile, splits: Splits) -> ScheduleSp
     Args:
         splits: layers of every stage, for a number of stages.
     """
-    cap = replace(spec.cap, profile=profile) if isinstance(spec.cap, Budget) else spec.cap
-    return replace(spec, costs=profile.costs(splits(stages_of(spec))), cap=cap)
+    cap = None if spec.cap is None else spec.cap.measured(profile)
+    return replace(spec, costs=profile.costs(splits(stages_of(spec))), cap=cap or spec.cap)

@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..schedule.units import SHARE, ends_of
+from ..schedule.units import SHARE, ends_of, times
 from .slices import attention_share
 
 Shares = tuple[Fraction, Fraction, Fraction, Fraction]  # of F, B, W and the set
@@ -50,9 +50,7 @@ def shares_of_loads(
 ) -> tuple[tuple[Shares, ...], ...]:
     """Of each microbatch, for each of its slices, the shares of a whole one's F, B, W and set.
 
-    A layer's F takes 12 h operations a token and one for each pair of tokens that attend to each
-    other (twice, for half of them; see ``slices.attention_share``). B takes two for each pair, W
-    none.
+    By ``units.times``; attention grows with the pairs of tokens that attend to each other.
 
     Args:
         loads: of the microbatches.
@@ -61,18 +59,19 @@ def shares_of_loads(
         counts: slices of each microbatch; None: it is not cut.
         even: slices are of equal lengths; else they take equally long.
     """
-    if counts is None:
-        return tuple((_shares(*load, whole, hidden, GRAIN),) for load in loads)
-    found = []
-    for load, count in zip(loads, counts):
-        tokens = whole.tokens * _rounded(Fraction(load.tokens, whole.tokens), GRAIN)
-        pairs = whole.squares * _rounded(Fraction(load.squares, whole.squares), GRAIN)
-        length = pairs / tokens
-        ends = ends_of(count, length / (_operations(hidden) + length), even=even)
+    of_whole = attention_share(Fraction(whole.squares, whole.tokens), hidden)
+    found: list[tuple[Shares, ...]] = []
+    for number, load in enumerate(loads):
+        tokens, pairs = Fraction(load.tokens, whole.tokens), Fraction(load.squares, whole.squares)
+        if counts is None:
+            found.append((_shares(tokens, pairs, of_whole, GRAIN),))
+            continue
+        tokens, pairs = _rounded(tokens, GRAIN), _rounded(pairs, GRAIN)
+        own = attention_share(whole.squares * pairs / (whole.tokens * tokens), hidden)
         found.append(
             tuple(
-                _shares(tokens * (y - x), pairs * (y * y - x * x), whole, hidden, SHARE)
-                for x, y in pairwise(ends)
+                _shares(tokens * (y - x), pairs * (y * y - x * x), of_whole, SHARE)
+                for x, y in pairwise(ends_of(counts[number], own, even=even))
             )
         )
     return tuple(found)
@@ -84,22 +83,10 @@ def rising(units: Sequence[Sequence[Shares]]) -> list[int]:
     return sorted(range(len(units)), key=lambda j: (works[j], units[j], j))
 
 
-def _shares(
-    tokens: Fraction | int, pairs: Fraction | int, whole: Load, hidden: int, grain: int
-) -> Shares:
-    """Of F, B, W and the set of so many tokens and pairs, in parts of ``grain``."""
-    linear = _operations(hidden)
-    forward, backward = (
-        (linear * tokens + n * pairs) / (linear * whole.tokens + n * whole.squares) for n in (1, 2)
-    )
-    length = _rounded(Fraction(tokens) / whole.tokens, grain)
-    return _rounded(forward, grain), _rounded(backward, grain), length, length
-
-
-def _operations(hidden: int) -> Fraction:
-    """That F takes a token, beside one for each pair."""
-    share = attention_share(1, hidden)
-    return (1 - share) / share
+def _shares(tokens: Fraction, pairs: Fraction, attention: Fraction, grain: int) -> Shares:
+    """Of F, B, W and the set, in parts of ``grain``."""
+    forward, backward, length = (_rounded(x, grain) for x in times(tokens, pairs, attention))
+    return forward, backward, length, length
 
 
 def _rounded(share: Fraction, grain: int) -> Fraction:

@@ -95,12 +95,12 @@ def refusal(args: Any, job: Job) -> str | None:
     return None if found is None else f"{FLAG} does not support {found[1]}"
 
 
-def attention_share(tokens: int, hidden: int) -> Fraction:
+def attention_share(tokens: int | Fraction, hidden: int) -> Fraction:
     """Of core attention in F of a whole sequence, as training takes it for its orders.
 
     Of a layer with 12 h^2 weights, causal: 2 h s of 24 h^2 + 2 h s operations a token.
     """
-    return Fraction(tokens, 12 * hidden + tokens)
+    return Fraction(tokens) / (12 * hidden + tokens)
 
 
 def overhead(tokens: int) -> Fraction:

@@ -23,6 +23,12 @@ class Cap(Protocol):
     def sets_grow(self) -> bool:
         """True if orders are made for sets that are larger between B and W than before B."""
 
+    def at(self, stages: int) -> Cap:
+        """The same for so many stages alone, which another process can be sent."""
+
+    def measured(self, profile: Any) -> Cap | None:
+        """The same by measured bytes; None: it does not count bytes."""
+
     def sets(self, placement: Placement, split_backward: bool) -> int:
         """Activation sets for which every rank has room, whichever they are.
 
@@ -74,6 +80,12 @@ class ShareCap:
     @property
     def sets_grow(self) -> bool:
         return self.in_bytes or self.growth > 1
+
+    def at(self, stages: int) -> ShareCap:
+        return self
+
+    def measured(self, profile: Any) -> None:
+        return None
 
     def sets(self, placement: Placement, split_backward: bool) -> int:
         sets = cap_sets(self.share, placement.pp, placement.chunks)

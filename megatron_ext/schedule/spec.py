@@ -63,12 +63,7 @@ class Cut(NamedTuple):
         ends = [Fraction(end, self.ends[-1]) for end in (0, *self.ends)]
         overhead = 0 if self.joined else self.overhead
         rows = [
-            (
-                forward,
-                backward / (1 + self.attention),
-                (1 - overhead) * share + overhead,
-                share,
-            )
+            (forward, backward, (1 - overhead) * share + overhead, share)
             for forward, backward, share in times_of(ends, self.attention)
         ]
         return costs.with_units(rows * microbatches)
@@ -165,6 +160,14 @@ class ScheduleSpec:
         """The same without offload, and without a cap that only offload could keep."""
         capped = self.order is None and GENERATORS[self.name].takes_memory_cap
         return replace(self, offload=None, cap=self.cap if capped else None)
+
+    def sliced(self, cut: Cut | None) -> ScheduleSpec:
+        """The same with the sequence of every microbatch cut; a schedule file is cut already."""
+        if cut is None or self.order is not None:
+            return self
+        m = self.microbatches
+        costs = cut.costs(self.costs, m)
+        return replace(self, slices=(len(cut.ends),) * m, costs=costs, joined=cut.joined)
 
     def of(self, name: str) -> ScheduleSpec:
         """The same for one schedule, with the chunks and the costs of that schedule's stages."""

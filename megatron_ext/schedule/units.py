@@ -172,8 +172,8 @@ def slice_costs(
     """
     a, ends = Fraction(attention), ends_of(slices, attention, even=even, length=length)
     return [
-        UnitCosts(*(max(1, round(x * SHARE)) for x in (forward, backward, (1 - a) * size, size)))
-        for forward, backward, size in times_of(ends, a)
+        UnitCosts(*(max(1, round(x * SHARE)) for x in (f, (1 + a) * b, (1 - a) * size, size)))
+        for f, b, size in times_of(ends, a)
     ]
 
 
@@ -195,16 +195,25 @@ def ends_of(
 def times_of(
     ends: Sequence[Fraction], attention: Fraction
 ) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
-    """F and B of the slices between ``ends``, the first of which is 0, and their lengths.
+    """``times`` of the slices between ``ends``, the first of which is 0: what a slice from x to y
+    attends to, its prefix, is y^2 - x^2 of a whole microbatch's."""
+    return (times(y - x, y * y - x * x, attention) for x, y in pairwise(ends))
 
-    A microbatch of length 1 takes 1 for F, 1 + a for B and 1 - a for W: attention has no weights,
-    and its backward pass takes twice as long as its forward one. A slice from x to y takes
-    (1 - a)(y - x) of an F for what grows with its length, and a(y^2 - x^2) for attention to its
-    prefix.
+
+def times(
+    tokens: Fraction | int, pairs: Fraction | int, attention: Fraction
+) -> tuple[Fraction, Fraction, Fraction]:
+    """The shares of a whole microbatch's F, B and W that a part of it takes, or another one.
+
+    Its F takes 1, B 1 + a and W 1 - a: attention has no weights, and its backward pass takes twice
+    as long as its forward one. All else, and memory, grow with the tokens.
+
+    Args:
+        tokens, pairs: shares of its tokens, and of its pairs of tokens that attend to each other.
+        attention: a, the share of core attention in its F.
     """
-    for x, y in pairwise(ends):
-        linear, square = (1 - attention) * (y - x), attention * (y * y - x * x)
-        yield linear + square, linear + 2 * square, y - x
+    linear, square = (1 - attention) * tokens, attention * pairs
+    return linear + square, (linear + 2 * square) / (1 + attention), Fraction(tokens)
 
 
 def shares_of(

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext._input import parse_bytes
-from megatron_ext.integration.features.schedule.choose import Measured, ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.estimate import Estimate
 from megatron_ext.plan.flags import job_of
@@ -27,6 +27,7 @@ from megatron_ext.plan.memory import stage_bytes
 from megatron_ext.plan.profile import Profile
 from megatron_ext.prove.server import Outcome
 from megatron_ext.schedule import AUTO, Costs, ScheduleSpec, generate, lower, select
+from megatron_ext.schedule.planner import Knowledge
 from tests.support.checkouts import MAIN_TAG, Serve, existing, nightly, run
 from tests.support.grids import sampled
 
@@ -194,7 +195,7 @@ def test_losses_do_not_change_across_replanning(profiled: tuple[Outcome, Path], 
     choice = ScheduleRequest.of("v-zb").estimated(estimate(SPLIT)).resolve(4, 2, 8)
     assert f"the order is made for {estimate(SPLIT).text(8)}\n" in outcome.log(0)
     assert all("the order is made for" not in outcome.log(rank) for rank in (1, 2, 3))
-    planned = choice.plan(8, Measured(costs=profile.costs(SPLIT), reorder=True))
+    planned = choice.plan(8, Knowledge(costs=profile.costs(SPLIT), reorder=True))
     own = lower(choice.plan(8)).fingerprint()
     assert plans(folder) == [[own, own, lower(planned).fingerprint()]] * 4
     assert planned.note in outcome.log(0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule.choose import Measured, ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.estimate import vocabulary_barriers
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.pairs import bridges
@@ -21,6 +21,7 @@ from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
 from megatron_ext.schedule.generators.vocabulary import add_vocabulary
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
+from megatron_ext.schedule.planner import Knowledge
 from tests.support.stand_ins import after_megatron, before_megatron
 
 from .test_flags import arguments
@@ -91,24 +92,24 @@ class TestWithASchedule:
         link = Link.of(4, Fraction(1, 4))
         choice = ScheduleRequest.of("v-half", offloading=asked("full")).resolve(4, 2, 8)
         wanted = offload_pass(generate("v-half", 4, 8), link, "full").schedule
-        assert choice.plan(8, Measured(link)).ranks == wanted.ranks
+        assert choice.plan(8, Knowledge(link)).ranks == wanted.ranks
         assert choice.plan(8).ranks == generate("v-half", 4, 8).ranks
 
     def test_measured_costs_decide_what_leaves_and_not_the_order(self) -> None:
         link = Link.of(4, Fraction(1, 2))
         costs = Costs.of(stages=[[s + 1, 2, 3] for s in range(8)])
         choice = ScheduleRequest.of("v-half", offloading=asked("full")).resolve(4, 2, 8)
-        plan = choice.plan(8, Measured(link, costs))
+        plan = choice.plan(8, Knowledge(link, costs))
         assert plan.costs == costs
         assert plan.compute().ranks == generate("v-half", 4, 8).ranks
-        assert plan.ranks != choice.plan(8, Measured(link)).ranks
+        assert plan.ranks != choice.plan(8, Knowledge(link)).ranks
 
     def test_a_cap_is_of_what_stays(self) -> None:
         """interleaved holds eleven sets a rank; with offload it fits under six."""
         link = Link.of(4, Fraction(1, 4))
         offloading = asked("auto", time="0.25")
         capped = ScheduleRequest.of("interleaved", memory_cap="0.75", offloading=offloading)
-        assert max(check(capped.resolve(4, 2, 16).plan(16, Measured(link))).peak_sets) <= 6
+        assert max(check(capped.resolve(4, 2, 16).plan(16, Knowledge(link))).peak_sets) <= 6
         assert max(check(generate("interleaved", 4, 16)).peak_sets) == 11
 
     def test_a_cap_that_cannot_be_kept(self) -> None:
@@ -122,13 +123,13 @@ class TestWithASchedule:
     def test_a_cap_that_measured_times_do_not_keep(self) -> None:
         """Training has begun then: the closest plan runs."""
         request = ScheduleRequest.of("v-zb", memory_cap="0.13", offloading=asked("auto"))
-        assert request.resolve(4, 2, 16).plan(16, Measured(Link.of(4, Fraction(1, 4)))).has_offload
+        assert request.resolve(4, 2, 16).plan(16, Knowledge(Link.of(4, Fraction(1, 4)))).has_offload
 
     def test_v_cap_is_as_large_as_offload_allows(self) -> None:
         link = Link.of(8, Fraction(1, 4))
         offloading = asked("auto", time="0.25")
         request = ScheduleRequest.of("v-cap", memory_cap="0.5", offloading=offloading)
-        plan = request.resolve(8, 2, 32).plan(32, Measured(link))
+        plan = request.resolve(8, 2, 32).plan(32, Knowledge(link))
         assert max(check(plan).peak_sets) <= 8
         assert max(check(plan.compute()).peak_sets) > 8
         alone = ScheduleRequest.of("v-cap", memory_cap="0.5").resolve(8, 2, 32).plan(32)
@@ -143,12 +144,12 @@ class TestWithASchedule:
         with_offload = request.decide(8, 32).resolve(8, None, 32)
         request = ScheduleRequest.of("auto", memory_cap="0.5")
         alone = request.decide(8, 32).resolve(8, None, 32)
-        plan = with_offload.plan(32, Measured(link))
+        plan = with_offload.plan(32, Knowledge(link))
         assert max(check(plan).peak_sets) <= 4 * plan.chunks
         assert simulate(plan).makespan < simulate(alone.plan(32)).makespan
         assert "offload" in with_offload.about
         # Other numbers of microbatches keep the schedule and the cap.
-        fewer = with_offload.plan(9, Measured(link))
+        fewer = with_offload.plan(9, Knowledge(link))
         assert fewer.name == plan.name
         assert max(check(fewer).peak_sets) <= 4 * plan.chunks
 
@@ -176,7 +177,7 @@ class TestWithASchedule:
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:
         save(generate("v-half", 4, 8), tmp_path / "x.json")
         request = ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
-        assert request.resolve(4, 2, 8).plan(8, Measured(Link.of(4, Fraction(1, 4)))).has_offload
+        assert request.resolve(4, 2, 8).plan(8, Knowledge(Link.of(4, Fraction(1, 4)))).has_offload
 
 
 def test_times_of_every_stage() -> None:
@@ -185,7 +186,7 @@ def test_times_of_every_stage() -> None:
     request = ScheduleRequest.of("po", offloading=stages)
     choice = request.resolve(4, 2, 16)
     assert choice.offload is not None
-    plan = choice.plan(16, Measured(choice.offload.link(4)))
+    plan = choice.plan(16, Knowledge(choice.offload.link(4)))
     assert plan.link is not None and plan.link.to_host == (Fraction(1, 4),) * 7 + (Fraction(3, 2),)
     for text, part in (
         ("1:2:3", "3 transfer times for pp=4"),

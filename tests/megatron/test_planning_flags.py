@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule.choose import Choice, Measured, ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
 from megatron_ext.integration.features.schedule.job import job_of_args, splits_of
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.plan.budget import Budget
@@ -25,6 +25,7 @@ from megatron_ext.schedule import AUTO, Costs, generate, simulate
 from megatron_ext.schedule.effects import peak_sets
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.planner import Knowledge
 from tests.support.stand_ins import after_megatron, before_megatron
 
 from .test_flags import arguments, refusal
@@ -38,7 +39,7 @@ class TestReplanning:
     def test_a_better_order_is_taken(self) -> None:
         choice = ScheduleRequest.of("v-zb").resolve(4, 2, 16)
         former = choice.plan(16)
-        plan = choice.plan(16, Measured(costs=self.HEAVY, reorder=True))
+        plan = choice.plan(16, Knowledge(costs=self.HEAVY, reorder=True))
         assert plan.ranks != former.ranks
         before = simulate(former, self.HEAVY).makespan
         after = simulate(plan).makespan
@@ -50,7 +51,7 @@ class TestReplanning:
     def test_an_order_that_is_no_better_is_not(self) -> None:
         choice = ScheduleRequest.of("1f1b").resolve(4, 1, 16)
         costs = Costs.of(stages=[[2, 2, 2]] * 3 + [[3, 3, 3]])
-        plan = choice.plan(16, Measured(costs=costs, reorder=True))
+        plan = choice.plan(16, Knowledge(costs=costs, reorder=True))
         assert plan.ranks == choice.plan(16).ranks
         assert plan.note == "the order stays: made for measured times it would take as long"
 
@@ -61,7 +62,7 @@ class TestReplanning:
         assert budget.worst(former).total <= budget.size
         measured = measured_profile(budget, 1.15)
         costs = measured.costs(Split(measured.layers))
-        plan = choice.plan(16, Measured(costs=costs, reorder=True, profile=measured))
+        plan = choice.plan(16, Knowledge(costs=costs, reorder=True, profile=measured))
         seen = replace(budget, profile=measured)
         assert seen.worst(former).total > seen.size >= seen.worst(plan).total
         assert max(peak_sets(plan.ranks)) < max(peak_sets(former.ranks))
@@ -73,7 +74,7 @@ class TestReplanning:
         choice, budget = self.budgeted("v-cap", 1.0)
         measured = measured_profile(budget, 30.0)
         costs = measured.costs(Split(measured.layers))
-        plan = choice.plan(16, Measured(costs=costs, reorder=True, profile=measured))
+        plan = choice.plan(16, Knowledge(costs=costs, reorder=True, profile=measured))
         assert plan.ranks == choice.plan(16).ranks
         assert "by measured bytes v-cap at pp=4 with 16 microbatches does not fit in" in plan.note
         assert re.search(r": it takes \S+iB, where rank \d binds .*; raise the cap to", plan.note)
@@ -84,7 +85,7 @@ class TestReplanning:
         former = choice.plan(16)
         measured = measured_profile(budget, 0.3)
         costs = measured.costs(Split(measured.layers))
-        plan = choice.plan(16, Measured(costs=costs, reorder=True, profile=measured))
+        plan = choice.plan(16, Knowledge(costs=costs, reorder=True, profile=measured))
         assert (plan.placement, plan.name) != (former.placement, former.name)
         assert plan.placement == former.placement
         assert simulate(plan).makespan < simulate(former, costs).makespan
@@ -100,13 +101,13 @@ class TestReplanning:
         request = ScheduleRequest.of("v-half", memory_cap=f"{budget.size}B", offloading=offloading)
         choice = replace(request, splits=budget.splits).for_job(budget.job).resolve(4, 2, 16)
         link = offloading.link(4)
-        former = choice.plan(16, Measured(link))
+        former = choice.plan(16, Knowledge(link))
         sets = budget.sets(former.placement, True)
         assert max(peak_sets(former.ranks)) <= sets
         assert f"a rank are a cap of {sets} activation sets of estimated size" in choice.about
         measured = measured_profile(budget, factor)
         costs = measured.costs(Split(measured.layers))
-        plan = choice.plan(16, Measured(link, costs=costs, reorder=True, profile=measured))
+        plan = choice.plan(16, Knowledge(link, costs=costs, reorder=True, profile=measured))
         fewer = replace(budget, profile=measured).sets(former.placement, True)
         assert fewer < sets
         if kept:
@@ -115,7 +116,7 @@ class TestReplanning:
         else:
             assert plan.ranks == former.ranks
             assert "the order stays" in plan.note and "by measured bytes" in plan.note
-            assert choice.plan(16, Measured(link)).ranks == former.ranks
+            assert choice.plan(16, Knowledge(link)).ranks == former.ranks
 
     @staticmethod
     def budgeted(name: str, share: float) -> tuple[Choice, Budget]:

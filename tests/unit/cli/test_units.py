@@ -177,7 +177,7 @@ def test_a_file_of_lengths(run, tmp_path):
     assert lengths["makespan"] == json.loads(run(*words, "1.5,0.5")[1])["makespan"]
     attended = json.loads(run(*words, path, "--attention-share", "0.5")[1])
     factors = tmp_path / "factors.txt"
-    factors.write_text("1.875,1.875,1.5\n.375,.375,.5\n")
+    factors.write_text("1.875,2,1.5\n.375,1/3,.5\n")
     assert attended["makespan"] == json.loads(run(*words, factors)[1])["makespan"]
     path.write_text("tokens\n")
     assert "no lengths" in run(*words, path)[2]

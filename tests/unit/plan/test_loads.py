@@ -6,8 +6,7 @@ from fractions import Fraction
 
 from megatron_ext.plan.loads import GRAIN, Load, shares_of_loads
 from megatron_ext.plan.slices import attention_share
-from megatron_ext.schedule.generators.lengths import length_costs
-from megatron_ext.schedule.units import SHARE
+from megatron_ext.schedule.units import SHARE, slice_costs
 
 
 def test_a_whole_one_is_one() -> None:
@@ -16,13 +15,13 @@ def test_a_whole_one_is_one() -> None:
 
 
 def test_attention_costs_its_square() -> None:
-    """As ``length_costs`` has it, to a part of the grain: that of the microbatch's own length."""
+    """As ``slice_costs`` has it, to a part of the grain: that of the microbatch's own length."""
     whole, hidden = 4096, 512
     lengths = [512, 1024, 3000, 8192]
     found = shares_of_loads([Load.of([n]) for n in lengths], Load.of([whole]), hidden)
     share = attention_share(whole, hidden)
-    expected = length_costs(lengths, whole, share)
-    for (row,), (unit,) in zip(found, expected):
+    for n, (row,) in zip(lengths, found):
+        (unit,) = slice_costs(1, share, length=Fraction(n, whole))
         parts = unit.forward, unit.backward_input, unit.backward_weight, unit.size
         whole_ones = 1, 1 + share, 1 - share, 1
         for share_, part, all_ in zip(row, parts, whole_ones):

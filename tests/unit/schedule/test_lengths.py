@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.lengths import idle, mean_order, table
 from megatron_ext.schedule.engine import replay
-from megatron_ext.schedule.generators.lengths import arranged, arrangements, length_costs
+from megatron_ext.schedule.generators.lengths import arranged, arrangements
 from megatron_ext.schedule.generators.sliced import planned
 from megatron_ext.schedule.units import SHARE, slice_costs
 
@@ -18,8 +18,7 @@ A = Fraction(3, 10)
 
 def test_costs_grow_with_length() -> None:
     """Twice as long: F (1 - a)2 + 4a, B (1 - a)2 + 8a, W and sets by length alone."""
-    half, one, two = (costs for (costs,) in length_costs([50, 100, 200], 100, A))
-    assert [one] == slice_costs(1, A)
+    half, two = (slice_costs(1, A, length=x)[0] for x in (Fraction(1, 2), 2))
     assert two[:4] == tuple(round(x * SHARE) for x in (1.4 + 1.2, 1.4 + 2.4, 1.4, 2))
     assert half[:4] == tuple(round(x * SHARE) for x in (0.35 + 0.075, 0.35 + 0.15, 0.35, 0.5))
 
@@ -27,31 +26,14 @@ def test_costs_grow_with_length() -> None:
 @pytest.mark.parametrize("attention", [Fraction(0), A, Fraction(1)])
 def test_slices_add_up(attention: Fraction) -> None:
     """As many as the length asks for, equally long F's, the costs of the whole together."""
-    lengths = [1, 99, 100, 101, 437]
-    whole = length_costs(lengths, 200, attention)
-    cut = length_costs(lengths, 200, attention, slice_length=100)
-    assert [len(units) for units in cut] == [1, 1, 1, 2, 5]
-    for (one,), units in zip(whole, cut):
+    for tokens, count in ((1, 1), (99, 1), (101, 2), (437, 5)):
+        length = Fraction(tokens, 200)
+        (one,) = slice_costs(1, attention, length=length)
+        units = slice_costs(count, attention, length=length)
         forward = [unit.forward for unit in units]
         assert max(forward) - min(forward) <= 2
         for k, cost in enumerate(one[:4]):
             assert abs(sum(unit[k] for unit in units) - cost) <= len(units)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "whole", "attention", "slice_length", "match"),
-    [
-        ([5, 0], 5, 0, None, "1 token or more, not 0"),
-        ([5], 5, 0, -1, "1 token or more, not -1"),
-        ([5], 0, 0, None, "1 token or more, not 0"),
-        ([5], 5, 2, None, "from 0 to 1, not 2"),
-    ],
-)
-def test_bad_lengths(
-    lengths: list[int], whole: int, attention: int, slice_length: int | None, match: str
-) -> None:
-    with pytest.raises(ValueError, match=match):
-        length_costs(lengths, whole, attention, slice_length=slice_length)
 
 
 def test_arranged_is_a_permutation_with_short_ends() -> None:

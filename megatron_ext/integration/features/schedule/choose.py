@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
 
 from ...._input import meant, parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
@@ -33,12 +33,9 @@ from ....schedule import (
 )
 from ....schedule.generators import MOST_EFFORT, Objective, default_effort
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
-from ....schedule.select import placed_alike
-from ....schedule.training import TrainingOrder
+from ....schedule.planner import NOTHING, Knowledge, Planner, StepUnits
 from ...errors import ConfigError
 from ...offload_request import OffloadRequest
-
-_KEPT = 8  # orders, beside those of the run's plans
 
 
 @dataclass(frozen=True)
@@ -232,7 +229,19 @@ class ScheduleRequest:
             spec, note = found.spec, found.schedule.note
         elif self.decided is None and isinstance(self.cap, Budget):
             note = self.cap.in_sets_text(spec.placement, spec.splits_backward)
-        choice = Choice(replace(self, offload=offload, note=note), replace(spec, offload=None))
+        request, spec = replace(self, offload=offload, note=note), replace(spec, offload=None)
+        hidden = functools.partial(request.paired, pp=pp, stages=spec.placement.num_stages)
+        planner = Planner(
+            spec,
+            self.cap,
+            None if offload is None else offload.wanted,
+            # Times that are not the user's may be wrong, and training has begun: no reason to end.
+            lenient=offload is not None and offload.times is None,
+            cut=self.cut,
+            chosen=self.decided is not None,
+            paired=hidden if spec.overlap else None,
+        )
+        choice = Choice(request, planner)
         choice.first(microbatches)
         return choice
 
@@ -258,64 +267,30 @@ class ScheduleRequest:
             costs = with_shard(spec.costs, self.shard, pp, stages_of(spec))
             spec = replace(spec, barriers=self.barriers, costs=costs)
         if self.overlap and self.file is None:
-            costs = paired(spec.costs, self.estimate or self.shard, stages_of(spec), pp)
-            spec = replace(spec, overlap=True, costs=costs)
-        return self.sliced(spec)
+            spec = replace(spec, overlap=True, costs=self.paired(spec.costs, pp, stages_of(spec)))
+        return spec.sliced(self.cut)
 
-    def sliced(self, spec: ScheduleSpec) -> ScheduleSpec:
-        """``spec`` with the slices of its microbatches."""
-        if self.cut is None or self.file is not None:
-            return spec
-        costs, m = self.cut.costs(spec.costs, spec.microbatches), spec.microbatches
-        counts = (len(self.cut.ends),) * m
-        return replace(spec, slices=counts, costs=costs, joined=self.cut.joined)
-
-
-class Measured(NamedTuple):
-    """What a run knows by now beside its request.
-
-    Attributes:
-        link: transfer times, to decide which sets leave; a file that offloads has its own.
-        costs: of the passes; None: those that the order is made for.
-        reorder: make the order for ``costs`` too, and take it if it is faster under them. Otherwise
-            they only help to decide what is offloaded.
-        profile: with ``reorder``, where the costs are from; its bytes decide again what keeps a cap
-            that was given in bytes.
-    """
-
-    link: Link | None = None
-    costs: Costs | None = None
-    reorder: bool = False
-    profile: Profile | None = None
-
-
-NOTHING = Measured()
-_SHAPING = 3  # fields that tell plans apart
+    def paired(self, costs: Costs, pp: int, stages: int) -> Costs:
+        """``costs`` with communication that pairs hide, as much as is estimated."""
+        return paired(costs, self.estimate or self.shard, stages, pp)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a run executes: one schedule, for any number of microbatches.
+    """What a run executes: the planner of its schedule, in the words of its flags.
 
     Attributes:
         request: what it answers, with measured transfer times if a profile has them.
-        spec: the request by name, for the full batch. Its offload is left open: which link there
-            is may have to be measured first.
+        planner: makes its plans.
     """
 
     request: ScheduleRequest
-    spec: ScheduleSpec
-    _plans: dict[tuple[Any, ...], Schedule] = field(default_factory=dict, compare=False, repr=False)
+    planner: Planner
 
     @property
     def name(self) -> str:
         """Of the schedule, or the path of its file."""
         return self.request.name
-
-    @property
-    def file(self) -> Schedule | None:
-        """The schedule that was read."""
-        return self.request.file
 
     @property
     def offload(self) -> OffloadRequest | None:
@@ -325,7 +300,7 @@ class Choice:
     @property
     def placement(self) -> Placement:
         """Rank and chunk of every stage."""
-        return self.spec.placement
+        return self.planner.spec.placement
 
     @property
     def about(self) -> str:
@@ -337,71 +312,25 @@ class Choice:
 
     def first(self, microbatches: int) -> Schedule:
         """``plan`` before anything is measured."""
-        link = None if self.offload is None else self.offload.link(self.spec.pp)
-        return self.plan(microbatches, Measured(link))
+        link = None if self.offload is None else self.offload.link(self.placement.pp)
+        return self.plan(microbatches, Knowledge(link))
 
-    def plan(self, microbatches: int, measured: Measured = NOTHING) -> Schedule:
-        """The training schedule for ``microbatches``; the last few are kept.
+    def plan(self, units: StepUnits | int, knowledge: Knowledge = NOTHING) -> Schedule:
+        """``Planner.plan``; a number stands for so many equal microbatches.
 
         Raises:
             ConfigError: a file is for another number of microbatches, or an option does not fit.
         """
-        if self.file is not None and self.file.microbatches != microbatches:
+        units = StepUnits(units) if isinstance(units, int) else units
+        file = self.request.file
+        if file is not None and file.microbatches != units.microbatches:
             raise ConfigError(
-                f"schedule file {self.name} is for {self.file.microbatches} microbatches but the "
-                f"run has {microbatches} (global batch / (micro batch * data parallel)); generate "
-                f"it with --microbatches {microbatches}"
+                f"schedule file {self.name} is for {file.microbatches} microbatches but the "
+                f"run has {units.microbatches} (global batch / (micro batch * data parallel)); "
+                f"generate it with --microbatches {units.microbatches}"
             )
-        key = microbatches, *measured[:_SHAPING]
-        if key not in self._plans:
-            order = self._order(microbatches, measured)
-            with named_errors(self.name):
-                self._plans[key] = order.searched()
-            while len(self._plans) > _KEPT:
-                del self._plans[next(iter(self._plans))]
-        return self._plans[key]
-
-    def later(self, microbatches: int, measured: Measured = NOTHING) -> TrainingOrder | None:
-        """What ``plan`` searches for, to be searched for beside training; None if ``plan`` knows it
-        already or needs no search."""
-        if (microbatches, *measured[:_SHAPING]) in self._plans:
-            return None
-        order = self._order(microbatches, measured)
-        return None if order.is_quick else order
-
-    def known(self, microbatches: int) -> Schedule | None:
-        """What ``plan`` has answered lately for equal microbatches, without offload."""
-        return self._plans.get((microbatches, *NOTHING[:_SHAPING]))
-
-    def _order(self, microbatches: int, measured: Measured) -> TrainingOrder:
-        """The request for one order. Under ``auto`` any schedule for which the model is placed
-        already may take its place once costs are measured."""
-        link, costs, reorder, profile = measured
-        spec = self.request.sliced(replace(self.spec, microbatches=microbatches))
-        stages = spec.placement.num_stages
-        if isinstance(spec.cap, Budget):
-            spec = replace(spec, cap=spec.cap.at(stages))
-        if costs is not None and self.request.cut is not None:
-            costs = self.request.cut.costs(costs, microbatches)
-        if spec.overlap and costs is not None:
-            costs = paired(costs, self.request.estimate or self.request.shard, stages, spec.pp)
-        spec = _with_offload(spec, self.offload, link)
-        if spec.offload is None:
-            spec = spec.order_alone()
-        # Times that are not the user's may be wrong, and training has begun: no reason to end.
-        lenient = self.offload is not None and self.offload.times is None
-        former = TrainingOrder(replace(spec, times=costs), lenient)
-        if costs is None or not reorder:
-            return former
-        cap, by_bytes, again = self.request.cap, None, replace(spec, costs=costs)
-        if isinstance(cap, Budget):
-            cap = cap.at(stages)
-            if profile is not None:
-                cap = by_bytes = replace(cap, profile=profile)
-                again = replace(again, cap=cap)
-        if self.request.decided is not None:
-            again = replace(again, name=AUTO, names=placed_alike(spec), cap=cap, group_size=None)
-        return replace(former, again=again, measured=by_bytes)
+        with named_errors(self.name):
+            return self.planner.plan(units, knowledge)
 
 
 def _with_offload(

@@ -105,7 +105,10 @@ def settle(run: Run, device: str) -> None:
     new = former.with_vocabulary(getattr(run.args, "padded_vocab_size", None))
     new = replace(new, device=device)
     if new != former:
-        pp, microbatches = run.args.pipeline_model_parallel_size, run.schedule.spec.microbatches
+        pp, microbatches = (
+            run.args.pipeline_model_parallel_size,
+            run.schedule.planner.spec.microbatches,
+        )
         run.schedule = request.estimated(new).resolve(pp, run.chunks, microbatches)
         run.request = run.schedule.request
     if run.args.rank == 0:

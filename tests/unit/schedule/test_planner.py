@@ -10,8 +10,8 @@ import pytest
 
 from megatron_ext.plan.loads import Load, shares_of_loads
 from megatron_ext.schedule import Costs, ScheduleSpec, check, generate, lower, simulate
-from megatron_ext.schedule.for_units import order_for_units
 from megatron_ext.schedule.memory_cap import ShareCap
+from megatron_ext.schedule.planner import order_for_units
 
 NAMES = ("1f1b", "zb-h1", "interleaved-zb", "v-half", "v-zb", "v-cap")
 
