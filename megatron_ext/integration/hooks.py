@@ -64,7 +64,8 @@ class around:
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_HOOKED: dict[Any, tuple[Sequence[Target], str, Callable[[Any], bool]]] = {}
+# By the place of the method, so that one which takes it in its class is hooked, too.
+_HOOKED: dict[tuple[str, str], tuple[Sequence[Target], str, Callable[[Any], bool]]] = {}
 
 
 def hooked(
@@ -78,7 +79,8 @@ def hooked(
     """
 
     def mark(method: _Method) -> _Method:
-        _HOOKED[method] = ([target] if isinstance(target, Target) else target), why, when
+        targets = [target] if isinstance(target, Target) else target
+        _HOOKED[method.__module__, method.__qualname__] = targets, why, when
         return method
 
     return mark
@@ -87,12 +89,13 @@ def hooked(
 def declared(owner: object) -> list[Hook]:
     """The hooks of an object's ``hooked`` methods, in the order of its class."""
     found = []
-    names = (item for kind in reversed(type(owner).__mro__) for item in vars(kind).items())
-    for name, value in names:
-        if inspect.isfunction(value) and value in _HOOKED:
-            targets, why, when = _HOOKED[value]
-            method = around(getattr(owner, name))
-            found += [Hook(target, method, why) for target in targets if when(owner)]
+    for kind in reversed(type(owner).__mro__):
+        for name in vars(kind):
+            place = kind.__module__, f"{kind.__qualname__}.{name}"
+            targets, why, when = _HOOKED.get(place, ((), "", bool))
+            if targets and when(owner):
+                method = around(getattr(owner, name))
+                found += [Hook(target, method, why) for target in targets]
     return found
 
 
