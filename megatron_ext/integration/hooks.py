@@ -60,6 +60,10 @@ class around:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
 
+        # Of a cached original, whose users may clear it.
+        for name in ("cache_clear", "cache_info"):
+            if hasattr(original, name):
+                setattr(replacement, name, getattr(original, name))
         return replacement
 
 
