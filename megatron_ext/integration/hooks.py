@@ -67,6 +67,16 @@ class around:
         return replacement
 
 
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of a call by their names."""
+    return _signature(function).bind(*args, **kwargs)
+
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # By the place of the method, so that one which takes it in its class is hooked, too.
 _HOOKED: dict[tuple[str, str], tuple[Sequence[Target], str, Callable[[Any], bool]]] = {}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ...hooks import hooked
+from ...hooks import bound, hooked
 from ...targets import GPT_FORWARD
 from . import documents
 from .carry import Attention
@@ -31,8 +29,8 @@ class SlicedModel(Routers, Prediction, Attention, Documents):
         slicing, whole = self.slicing, self.whole
         if slicing.now is None:
             return original(model, *args, **kwargs)
-        bound = _signature(original).bind(model, *args, **kwargs)
-        given = bound.arguments
+        call = bound(original, model, *args, **kwargs)
+        given = call.arguments
         if given.get("input_ids") is not None:
             slicing.sequence(given["input_ids"].shape[-1])
         if model.post_process and given.get("labels") is None:
@@ -56,7 +54,7 @@ class SlicedModel(Routers, Prediction, Attention, Documents):
                 whole.add(part, given[name])
                 given[name] = part
         try:
-            output = original(*bound.args, **bound.kwargs)
+            output = original(*call.args, **call.kwargs)
         finally:
             whole.clear()
         if model.post_process and output.dim() == 2:  # not hidden states, of a sharded vocabulary
@@ -79,8 +77,3 @@ def _pack(slicing: Slicing, packed: Any, config: Any) -> None:
         )
     slicing.sequence(edges[-1])
     slicing.pack(edges)
-
-
-@functools.lru_cache(maxsize=4)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)

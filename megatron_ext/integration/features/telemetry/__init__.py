@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Loads, Step
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
-from ...hooks import hooked
+from ...hooks import bound, hooked
 from ...targets import PRINT_LAST, TRAIN, TRAINING_LOG
 from . import memory_line, text
 from .meter import Meter
@@ -146,7 +145,7 @@ class Telemetry(Feature):
     def _with_measuring(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        given = bound(original, *args, **kwargs).arguments
         due = given["iteration"] % get_args().log_interval == 0
         found = self._meter.read() if due or given.get("is_first_iteration") else None
         numbers = 0.0, 0.0
