@@ -27,8 +27,7 @@ from benchmarks import page as pages
 from benchmarks.emulated import CPU, SleepingStages, dist, execute, ranks, report_progress, timed
 from benchmarks.page import Row, alternating
 from megatron_ext.integration import measuring
-from megatron_ext.integration.callbacks import PlanInputs
-from megatron_ext.integration.features.profile.profiler import Profiler
+from megatron_ext.integration.features.profile.agreement import agree, durations
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.utils import gather
 from megatron_ext.plan.layout import Split
@@ -38,7 +37,6 @@ from megatron_ext.runtime.channel import Channel
 from megatron_ext.runtime.edges import connected
 from megatron_ext.runtime.trace import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import Placement, check, lower, simulate
 from megatron_ext.schedule.actions import Op
 from megatron_ext.schedule.planner import Knowledge
@@ -72,15 +70,14 @@ class Rank:
 
     def measure(self, plan: Schedule) -> Profile:
         """One step, measured as training does it."""
-        profiler = Profiler(PlanInputs(), WeightGradStore(), 1)
-        assert profiler.add(self.step(plan), plan.placement)
+        found = durations([(self.step(plan), plan.placement)])
         world = dist.group.WORLD
         ways = Placement.loop(self.args.pp).edges | Placement.vee(self.args.pp).edges
         channel = Channel(connected(world, "passes", ways, CPU), SHAPE, torch.float32, CPU)
         hop = measuring.hop_seconds(channel, world)
-        seconds = measuring.pass_seconds(profiler.take())
+        seconds = measuring.pass_seconds(found)
         models = [SimpleNamespace(config=SimpleNamespace())] * plan.chunks
-        return profiler.agree(plan.placement, self.rank, seconds, hop, models, (1, 1), [world])
+        return agree(plan.placement, self.rank, seconds, hop, models, (1, 1), [world])
 
     def compare(self, name: str) -> Row:
         """Both orders of one schedule, in turn.

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_ext.integration import split_local as wgrad  # noqa: E402
-from megatron_ext.integration.callbacks import PlanInputs, Step  # noqa: E402
-from megatron_ext.integration.features.offload.runtime import Offloading  # noqa: E402
+from megatron_ext.integration.callbacks import Step  # noqa: E402
+from megatron_ext.integration.feature import Run  # noqa: E402
+from megatron_ext.integration.features.offload import Offload  # noqa: E402
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
 from megatron_ext.integration.runner import Call, Iteration, MegatronRunner  # noqa: E402
 from megatron_ext.runtime.channel import Channel, Receipt  # noqa: E402
@@ -261,7 +263,10 @@ class Rank:
         self.offloading = None
         hooks = list(wgrad.hooks(self.store))
         if plan.has_offload:
-            self.offloading = Offloading(None, plan.link, PlanInputs())
+            request = SimpleNamespace(offloads=True, offload=None, file=plan)
+            args = SimpleNamespace(pp_trace=None, pp_offload_policy=None)
+            self.offloading = Offload()
+            self.offloading.start(Run(args, package_info.__version__, request=request))
             # Behind those of W, so around them.
             hooks += self.offloading.hooks()
         self._hooks = Hooks(package_info.__version__)

@@ -5,18 +5,45 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from .hooks import Hook, around
+from .hooks import Hook, around, bound
 from .targets import BUILDERS, GET_MODEL
 
 
 def _nothing(_: Any) -> None:
     pass
+
+
+class FirstChunk:
+    """A rank's first chunk of the model that is built, for its last one; it is not kept alive.
+
+    Args:
+        why: what needs it, for the error.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+        self._chunk: Callable[[], Any] = lambda: None
+
+    def set(self, chunk: Any) -> None:
+        """It has been built."""
+        self._chunk = weakref.ref(chunk)
+
+    def get(self) -> Any:
+        """That which was built last.
+
+        Raises:
+            RuntimeError: none was, or it is gone.
+        """
+        chunk = self._chunk()
+        if chunk is None:
+            raise RuntimeError(f"{self._why} needs a rank's first chunk built before its last one")
+        return chunk
 
 
 @dataclass(frozen=True)
@@ -46,7 +73,7 @@ class Building:
         return found
 
     def _get_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs)
+        given = bound(original, *args, **kwargs)
         provider = given.arguments["model_provider_func"]
         self.before(provider)
 
@@ -63,7 +90,7 @@ class Building:
         return models
 
     def _build_models(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs)
+        given = bound(original, *args, **kwargs)
         self.before(given.arguments["build_model_func"])
         scripts = given.arguments.get("pre_wrap_hook")
         with self.finished() as finish:

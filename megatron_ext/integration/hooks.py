@@ -60,11 +60,26 @@ class around:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
 
+        # Of a cached original, whose users may clear it.
+        for name in ("cache_clear", "cache_info"):
+            if hasattr(original, name):
+                setattr(replacement, name, getattr(original, name))
         return replacement
 
 
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of a call by their names."""
+    return _signature(function).bind(*args, **kwargs)
+
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_HOOKED: dict[Any, tuple[Sequence[Target], str, Callable[[Any], bool]]] = {}
+# By the place of the method, so that one which takes it in its class is hooked, too.
+_HOOKED: dict[tuple[str, str], tuple[Sequence[Target], str, Callable[[Any], bool]]] = {}
 
 
 def hooked(
@@ -78,7 +93,8 @@ def hooked(
     """
 
     def mark(method: _Method) -> _Method:
-        _HOOKED[method] = ([target] if isinstance(target, Target) else target), why, when
+        targets = [target] if isinstance(target, Target) else target
+        _HOOKED[method.__module__, method.__qualname__] = targets, why, when
         return method
 
     return mark
@@ -87,12 +103,13 @@ def hooked(
 def declared(owner: object) -> list[Hook]:
     """The hooks of an object's ``hooked`` methods, in the order of its class."""
     found = []
-    names = (item for kind in reversed(type(owner).__mro__) for item in vars(kind).items())
-    for name, value in names:
-        if inspect.isfunction(value) and value in _HOOKED:
-            targets, why, when = _HOOKED[value]
-            method = around(getattr(owner, name))
-            found += [Hook(target, method, why) for target in targets if when(owner)]
+    for kind in reversed(type(owner).__mro__):
+        for name in vars(kind):
+            place = kind.__module__, f"{kind.__qualname__}.{name}"
+            targets, why, when = _HOOKED.get(place, ((), "", bool))
+            if targets and when(owner):
+                method = around(getattr(owner, name))
+                found += [Hook(target, method, why) for target in targets]
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..schedule.select import ONE_CHUNK
@@ -52,6 +52,20 @@ def require_placed(chunks: Sequence[Any], name: str) -> None:
                 f"megatron.core's {names}, but this model is a {type(chunk).__name__}; use a "
                 "schedule with Megatron's own placement, e.g. zb-h1 or interleaved-zb"
             )
+
+
+def generates(given: Mapping[str, Any]) -> bool:
+    """True if a forward pass with these arguments, by their names, is one of Megatron's
+    inference."""
+    return any(given.get(name) is not None for name in ("inference_context", "inference_params"))
+
+
+def no_text(of: str, why: str, flag: str) -> ConfigError:
+    """The refusal of a model that can only train as it is, which ``flag`` asked for."""
+    return ConfigError(
+        f"a model {of} cannot generate text: {why}; start it without {flag} (a torch_dist "
+        "checkpoint loads there)"
+    )
 
 
 def script_provider() -> Callable[..., Any] | None:

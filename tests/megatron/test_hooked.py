@@ -62,6 +62,16 @@ def test_a_subclass_may_do_it_in_another_way(module: Any) -> None:
     hooks.revert()
 
 
+def test_a_test_may_put_another_method_in_its_place(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Doubled, "doubled", Tripled.doubled)
+    hooks = Hooks("a test")
+    hooks.apply(Doubled(on=False).hooks())
+    assert (module.one(1), module.two(1)) == (6, -3)
+    hooks.revert()
+
+
 def test_only_where_it_is_needed() -> None:
     assert [hook.target for hook in Doubled(on=False).hooks()] == [ONE, TWO]
     assert [hook.target for hook in declared(Doubled())] == [ONE, TWO, TWO]

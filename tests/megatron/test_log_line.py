@@ -22,7 +22,7 @@ class Writer:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Megatron's two functions with our hooks around them, a log interval of 2."""
-    from megatron_ext.integration.features.telemetry.log_line import LogLine
+    from megatron_ext.integration.features.telemetry import Telemetry
 
     printed: list[str] = []
     writer = Writer()
@@ -34,17 +34,19 @@ def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "megatron.training", training)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
     promised = SimpleNamespace(bubble_text="9.4 %", peak_text="3")
-    taken: list[Any] = []
-    summary = SimpleNamespace(promise=lambda plan: promised, measured=lambda *x: taken.append(x))
-    line = LogLine(summary)  # type: ignore[arg-type]
-    line._plan = SimpleNamespace(chunks=2)  # type: ignore[assignment]
+    args = SimpleNamespace(pp_trace=None)
+    run = SimpleNamespace(request=object(), training=True, args=args)
+    line: Any = Telemetry()
+    line.start(run)
+    line._ran = SimpleNamespace(chunks=2)
+    line.promise = lambda plan: promised
     reads: list[Any] = [(0.25, 7), (0.125, 6), None]
-    line.meter.read = lambda: reads.pop(0)  # type: ignore[method-assign]
+    line._meter.read = lambda: reads.pop(0)
 
     def stock_print(message: str) -> None:
         printed.append(message)
 
-    _, printing = line.hooks()
+    logging, printing, _ = line.hooks()
     print_rank_last = printing.make(stock_print)
 
     def stock_log(loss: Any, iteration: int, is_first_iteration: bool = False) -> str:
@@ -54,8 +56,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             print_rank_last("(after 1 iterations) memory (MB) | allocated: 1 |")
         return "memory flag"
 
-    made = line.hooks()[0].make(stock_log)
-    return SimpleNamespace(training_log=made, printed=printed, writer=writer, taken=taken)
+    made = logging.make(stock_log)
+    return SimpleNamespace(training_log=made, printed=printed, writer=writer, line=line)
 
 
 def test_once_in_the_line_and_as_scalars(log: SimpleNamespace) -> None:
@@ -76,7 +78,7 @@ def test_once_in_the_line_and_as_scalars(log: SimpleNamespace) -> None:
         ("pipeline bubble (%)", 12.5, 2),
         ("peak activations (microbatches)", 3, 2),
     ]
-    assert log.taken == [(0.25, 3.5), (0.125, 3)]
+    assert log.line._measured == [(0.25, 3.5), (0.125, 3)]
 
 
 def test_nothing_measured_nothing_said(log: SimpleNamespace) -> None:
@@ -88,7 +90,7 @@ def test_nothing_measured_nothing_said(log: SimpleNamespace) -> None:
 
 def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks and two iterations; starts and ends of all ranks count, not each rank's own."""
-    from megatron_ext.integration.features.telemetry import log_line
+    from megatron_ext.integration.features.telemetry import meter
 
     class Timed:
         peak_sets = 3
@@ -97,21 +99,21 @@ def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
             self.extent = lambda: extent
 
     other = [(6.0, 101.0, 109.0), (5.0, 200.0, 210.0)], 5
-    monkeypatch.setattr(log_line, "gather", lambda value, group: [value, other])
-    meter = log_line.Meter()
+    monkeypatch.setattr(meter, "gather", lambda value, group: [value, other])
+    made = meter.Meter()
     for timed in (Timed(8.0, 100.0, 110.0), Timed(5.0, 200.0, 210.0)):
-        meter.add(timed, None)  # type: ignore[arg-type]
+        made.add(timed, None)  # type: ignore[arg-type]
     # 1 - (8 + 6) / (2 * 10) = 0.3 and 1 - (5 + 5) / (2 * 10) = 0.5
-    assert meter.read() == (pytest.approx(0.4), 5)
-    assert meter.read() is None
+    assert made.read() == (pytest.approx(0.4), 5)
+    assert made.read() is None
 
 
 def test_only_the_last_iterations_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no iteration's times are asked for, which would wait for the device, before the line."""
-    from megatron_ext.integration.features.telemetry import log_line
+    from megatron_ext.integration.features.telemetry import meter
 
-    monkeypatch.setattr(log_line, "gather", lambda value, group: [value])
-    meter, asked = log_line.Meter(), []
+    monkeypatch.setattr(meter, "gather", lambda value, group: [value])
+    made, asked = meter.Meter(), []
 
     def extent(number: int) -> tuple[float, float, float]:
         asked.append(number)
@@ -119,27 +121,28 @@ def test_only_the_last_iterations_are_held(monkeypatch: pytest.MonkeyPatch) -> N
 
     for number in range(20):
         timed = SimpleNamespace(peak_sets=number, extent=lambda n=number: extent(n))
-        meter.add(timed, None)
+        made.add(timed, None)
     assert asked == []
-    assert meter.read() == (0.0, 19)
+    assert made.read() == (0.0, 19)
     assert asked == list(range(12, 20))
 
 
 def test_the_note_of_a_new_order_is_logged_once_it_is_made_for_measured_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron_ext.integration.callbacks import PlanInputs
-    from megatron_ext.integration.features.profile import profiler
+    from megatron_ext.integration.features import profile
     from megatron_ext.runtime.wgrad import WeightGradStore
+    from tests.support.stand_ins import megatron_args, started
 
     said: list[str] = []
-    monkeypatch.setattr(profiler.logger, "info", lambda text, *values: said.append(text % values))
-    monkeypatch.setattr(profiler.dist, "get_rank", lambda: 0)
-    inputs, plan = PlanInputs(), SimpleNamespace(note="made for measured times")
-    one = profiler.Profiler(inputs, WeightGradStore(), steps=2)
-    one.planned(plan)  # type: ignore[arg-type]
-    inputs.profile = object()  # type: ignore[assignment]
-    one.planned(SimpleNamespace(note=""))  # type: ignore[arg-type]
+    monkeypatch.setattr(profile.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(profile.dist, "get_rank", lambda: 0)
+    args = megatron_args(pp_profile_steps=2)
+    one = started(profile.ProfileSteps, args=args, store=WeightGradStore())
+    plan = SimpleNamespace(note="made for measured times")
+    one.planned(plan)
+    one._inputs.profile = object()
+    one.planned(SimpleNamespace(note=""))
     assert said == []
-    one.planned(plan)  # type: ignore[arg-type]
+    one.planned(plan)
     assert said == [plan.note]

@@ -10,7 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_ext.integration.features.telemetry import memory_line  # noqa: E402
+from megatron_ext.integration.features.telemetry import (  # noqa: E402
+    Telemetry,
+    memory_line,
+)
 from megatron_ext.plan.estimate import Estimate  # noqa: E402
 from megatron_ext.plan.flags import job_of, read  # noqa: E402
 from megatron_ext.plan.layout import even_split  # noqa: E402
@@ -39,15 +42,16 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> A
         return [mine, mine._replace(sets=1, allocated=2 * mine.allocated)]
 
     monkeypatch.setattr(memory_line, "gather", gather)
-    monkeypatch.setattr(memory_line.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(memory_line, "taken", lambda device: GIB // 4)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * GIB)
-    monkeypatch.setattr(memory_line.logger, "propagate", True)
     monkeypatch.setattr(logging.getLogger("megatron_ext"), "propagate", True)
 
     def call(estimate: Any, *steps: Any) -> list[str]:
         request = SimpleNamespace(estimate=estimate, profile=None)
-        line = memory_line.MemoryLine(SimpleNamespace(request=request))  # type: ignore[arg-type]
+        args = SimpleNamespace(pp_trace=None)
+        run = SimpleNamespace(request=request, training=False, args=args)
+        (line,) = Telemetry().start(run)  # type: ignore[arg-type]
         caplog.clear()
         with caplog.at_level(logging.INFO):
             for step in steps:

@@ -17,7 +17,8 @@ from megatron_ext.integration.features.schedule import Schedule
 from megatron_ext.integration.features.slices import carry, documents
 from megatron_ext.integration.features.slices.model import _pack
 from megatron_ext.integration.features.slices.state import Cuts, Slicing
-from megatron_ext.integration.targets import ATTENTION, DOCUMENT_COUNT, Target
+from megatron_ext.integration.hooks import declared
+from megatron_ext.integration.targets import DOCUMENT_COUNT, Target
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
 from tests.support.stand_ins import started
@@ -101,8 +102,9 @@ def test_transformer_engine_gets_masks_of_documents() -> None:
     forward = None
     for slicing, own in slices_of([0, 3, 4, 9, 12], (4, 6, 12)):
         if forward is None:
-            hooks = carry.hooks(slicing, ["transformer_engine"])
-            (hook,) = (h for h in hooks if h.target is ATTENTION["transformer_engine"])
+            sliced = carry.Attention()
+            sliced.slicing, sliced.implementations = slicing, ["transformer_engine"]
+            (hook, *_) = declared(sliced)
             forward = hook.make(original)
         begin, end = slicing.span
         part = keys[begin:end]
@@ -139,7 +141,9 @@ def test_documents_of_slices_count_once() -> None:
     count = None
     for slicing, _ in slices_of([0, 3, 12], (4, 6, 12)):
         if count is None:
-            (hook,) = (h for h in documents.hooks(slicing) if h.target is DOCUMENT_COUNT)
+            sliced = documents.Documents()
+            sliced.slicing = slicing
+            (_, hook) = declared(sliced)
             count = hook.make(lengths.append)
         count(12)
     assert lengths == [12] and count is not None

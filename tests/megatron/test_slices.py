@@ -20,19 +20,26 @@ from megatron_ext.integration.features.post_validation.rewind import Replay
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.slice_count import with_slices
 from megatron_ext.integration.features.slices import Slices
-from megatron_ext.integration.features.slices.carry import KEYS, Carry, Held, attended, hooks
+from megatron_ext.integration.features.slices.carry import (
+    KEYS,
+    Attention,
+    Carry,
+    Held,
+    attended,
+)
 from megatron_ext.integration.features.slices.run import (
     Batches,
-    SlicedPasses,
     _require_attention,
     _with_linear_loss,
     added,
 )
 from megatron_ext.integration.features.slices.state import Cuts, Slicing
 from megatron_ext.integration.features.slices.wanted import Wanted
+from megatron_ext.integration.hooks import declared
 from megatron_ext.schedule import NAMES, Costs, generate, load, save
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
+from tests.support.stand_ins import started
 
 from .test_flags import arguments
 
@@ -258,13 +265,14 @@ class TestCarry:
         """With the name that its kernels know; outside of slices what it got before."""
         from megatron.core.transformer.enums import AttnMaskType
 
-        slicing, seen = Slicing(), []
+        sliced, seen = Attention(), []
+        sliced.implementations, slicing = ["transformer_engine"], sliced.slicing
         cuts = Cuts([lambda tokens: Cut((2, 4), Fraction(0))], 4)
 
         def original(self: Any, q: Any, k: Any, v: Any, mask: Any, kind: Any) -> Any:
             seen.append((len(k), mask, kind))
 
-        (attention, *_) = hooks(slicing, ["transformer_engine"])
+        (attention, *_) = declared(sliced)
         forward = attention.make(original)
         x = torch.zeros(2, 1, 1, 4)
         forward("module", x, x, x, "mask", AttnMaskType.causal)
@@ -363,17 +371,17 @@ def test_layers_that_are_not_cut_are_refused() -> None:
 
 def test_every_call_is_cut_for_its_own_length() -> None:
     """Sequences of one call are alike; those of the next one may be longer."""
-    passes = SlicedPasses(Wanted(2, even=True), ["local"])
+    passes: Any = started(Slices, args=arguments(pp_slices=2, pp_slice_cut="even"))
     config = SimpleNamespace(hidden_size=32, sequence_parallel=False)
     iteration = SimpleNamespace(config=config)
     step = SimpleNamespace(training=True, plan=SimpleNamespace(slices=(2, 2)))
     for tokens, shape in ((8, (4, 1, 32)), (12, (6, 1, 32)), (7, None)):
         step.call = SimpleNamespace(batch=(tokens, 1), shape=(tokens, 1, 32), iteration=iteration)
         step.shape = step.call.shape
-        passes.begin(step)  # type: ignore[arg-type]
+        passes.begin(step)
         assert step.shape == shape and step.call.shape == (tokens, 1, 32)
     step.shape, step.training = (1, 2, 3), False
-    passes.begin(step)  # type: ignore[arg-type]
+    passes.begin(step)
     assert step.shape == (1, 2, 3)
 
 

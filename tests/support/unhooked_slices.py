@@ -8,10 +8,11 @@ from typing import Any
 
 def prepare(value: Any, rank: int, folder: Path) -> None:
     """As of ``recorder.prepare``, which it calls."""
-    from megatron_ext.integration.features.slices.prediction import Prediction
-    from megatron_ext.integration.features.slices.routers import Routers
+    from megatron_ext.integration import hooks
+    from megatron_ext.integration.features.slices import prediction, routers
     from megatron_ext.prove import recorder
 
-    Routers.hooks = lambda self: ()  # type: ignore[method-assign]
-    Prediction.hooks = lambda self: ()  # type: ignore[method-assign]
+    for place in [*hooks._HOOKED]:
+        if place[0] in (prediction.__name__, routers.__name__):
+            del hooks._HOOKED[place]
     recorder.prepare(value, rank, folder)

@@ -26,6 +26,7 @@ from megatron_ext.integration.features import profile
 from megatron_ext.integration.features.offload import measure
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.device import CpuDevice
+from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from megatron_ext.schedule import generate, offload_pass
@@ -119,8 +120,8 @@ def _faulty(*unused: Any) -> CpuDevice:
     return FaultyDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
 
 
-def _heavy(*args: Any) -> profile.Profile:
-    measured = original_agree(*args)
+def _heavy(*args: Any, **kwargs: Any) -> Profile:
+    measured = original_agree(*args, **kwargs)
     assert len(measured.stages) == 8 and min(map(min, measured.stages)) > 0
     assert measured.set_bytes is not None and min(measured.set_bytes) > 0
     return replace(measured, stages=_HEAVY)
@@ -154,7 +155,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     with mock.patch.object(measure, "device_for", _faulty):
         agree = _heavy if "profile" in case else original_agree
         args = functools.partial(original_args, pp_offload_policy=case.get("policy"))
-        with mock.patch.object(profile.Profiler, "agree", agree):
+        with mock.patch.object(profile, "agree", agree):
             steady = _steady if case == CASES["v-half/measured"] else original_link
             with (
                 mock.patch.object(gpt_cases, "megatron_args", args),
@@ -165,7 +166,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 # Not imported here: wgrad_cases has to prepare a module before Megatron is imported.
 gpt_cases = wgrad_cases.gpt_cases
-original_agree, original_run_case = profile.Profiler.agree, gpt_cases.run_case
+original_agree, original_run_case = profile.agree, gpt_cases.run_case
 original_link = measure.link
 original_args = gpt_cases.megatron_args
 gpt_cases.run_case = run_case

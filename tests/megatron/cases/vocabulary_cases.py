@@ -73,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @contextlib.contextmanager
-def megatron(case: dict[str, Any], ours: bool) -> Iterator[None]:
+def megatron(case: dict[str, Any], ours: bool) -> Iterator[Installation]:
     """Megatron's groups; with ``--pp-vocab-parallel`` if ``ours``, else stock but for a V."""
     chunks, installation = case.get("chunks", 1), Installation()
     args = megatron_args(
@@ -95,7 +95,7 @@ def megatron(case: dict[str, Any], ours: bool) -> Iterator[None]:
             pipeline_model_parallel_size=PP,
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         )
-        yield
+        yield installation
     finally:
         parallel_state.destroy_model_parallel()
         installation.revert()
@@ -221,8 +221,9 @@ def provider(case: dict[str, Any]) -> dict[str, Any]:
             model.output_layer.weight.data.fill_(3)
         return model
 
-    with megatron(case, ours=True):
-        hooks = vocabulary.hooks(vee=False, training=True)
+    with megatron(case, ours=True) as installation:
+        (feature,) = (f for f in installation.features if isinstance(f, vocabulary.SharedOut))
+        hooks = feature.script_hooks()
         (building,) = (h.make for h in hooks if h.target.places[0].endswith(":get_model"))
         shard = vocabulary.shard_of(building(get_model)(provide))
         learns = [p.requires_grad for p in (shard.embedding, shard.output)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,7 @@ from ....plan.moe_conflicts import CONFLICTS
 from ....schedule.effects import peak_calls, peak_sets
 from ...callbacks import Callback
 from ...feature import Feature, Flag, Needs, Run
-from ...hooks import hooked
+from ...hooks import bound, hooked
 from ...targets import PARALLEL_STATE, STEPS
 from ...utils import chunks_of, file_contents, most_microbatches
 from . import queues
@@ -162,7 +161,7 @@ class MoE(Feature):
         Transformer Engine runs grouped products on streams of priority -1; a message of priority 0
         would wait until no block of theirs is pending.
         """
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        given = bound(original, *args, **kwargs).arguments
         # Megatron makes options of NCCL for these groups, whatever the backend is.
         if given.get("expert_model_parallel_size", 1) > 1 and queues.nccl():
             groups = given.get("high_priority_stream_groups") or []

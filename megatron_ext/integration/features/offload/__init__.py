@@ -1,19 +1,44 @@
-"""``--pp-offload``: PipeOffload, activation sets on the host between forward and backward."""
+"""``--pp-offload``: PipeOffload, activation sets on the host between forward and backward.
+
+See docs/concepts/offload-runtime.md. The first step is also a measurement: of the bytes of a set,
+and, without ``--pp-offload-time``, of the time of passes and copies. From the second step on the
+plan is made for these, and the host arena has exactly the size that the plan needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-from ....schedule.link import POLICIES
-from ...callbacks import Callback
+import torch
+import torch.distributed as dist
+
+from ....schedule.actions import Op
+from ....schedule.link import POLICIES, Link
+from ....schedule.schedule import Schedule
+from ... import saved_parameters
+from ...callbacks import Callback, Duration, Step
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run
+from ...hooks import Hook
+from . import measure
+from .measure import TransferSetup
+from .planned import Planned
+from .policy import keep_nothing, policy_of
+from .sets import Key, RankSets, as_config_error, least_bytes
 
+logger = logging.getLogger(__name__)
+
+# Until it is measured: fast enough to keep memory low, and late copies only cost the first step.
+_ASSUMED = "0.25"
 _ON = Needs({"--pp-offload": (), "--pp-offload-chunks": ()}, "--pp-offload auto (or half, full)")
 
 
 class Offload(Feature):
-    """On with ``--pp-offload``, ``--pp-offload-chunks`` or a schedule file that offloads."""
+    """On with ``--pp-offload``, ``--pp-offload-chunks`` or a schedule file that offloads: moves the
+    activation sets of one rank in every training step (a ``Mover``)."""
 
     per_model = True
 
@@ -65,8 +90,6 @@ class Offload(Feature):
                 f"--pp-offload-policy {policy} is for offloading, which is off; add --pp-offload "
                 "auto (or half, full), or drop --pp-offload-policy"
             )
-        from .policy import keep_nothing, policy_of
-
         if policy_of(policy) is not keep_nothing and run.request.cap_bytes is not None:
             raise ConfigError(
                 f"--pp-offload-policy {policy} keeps parts of offloaded sets on the device, which "
@@ -78,15 +101,185 @@ class Offload(Feature):
         request = run.request
         if request is None or not request.offloads:
             return ()
-        from .policy import policy_of
-        from .runtime import Offloading
+        # None where a schedule file decides everything.
+        self._request = request.offload
+        self._inputs, self._trace = run.inputs, run.args.pp_trace is not None
+        self._policy = policy_of(run.args.pp_offload_policy or "all")
+        self._inputs.link = None if request.file is None else request.file.link
+        self._assumed = self._request is not None and not self._request.known
+        self._inputs.steps_to_measure = int(self._assumed)
+        self._setup: TransferSetup | None = None
+        self._sets: RankSets | None = None
+        self._latest: Planned | None = None
+        self._now: Planned | None = None  # of the step that runs
+        self._offloaded: frozenset[Key] = frozenset()  # in that step
+        self._saved: set[Key] = set()
+        self._steps = 0
+        return (self,)
 
-        return (
-            Offloading(
-                request.offload,
-                None if request.file is None else request.file.link,
-                run.inputs,
-                trace=run.args.pp_trace is not None,
-                policy=policy_of(run.args.pp_offload_policy or "all"),
-            ),
+    # --- events ---
+
+    def hooks(self) -> Sequence[Hook]:
+        return saved_parameters.hooks()  # once for all models
+
+    def before_plan(self, step: Step) -> None:
+        """The first time, measure the link and agree on the transfer policy.
+
+        Raises:
+            ConfigError: the policy does not fit the machine.
+        """
+        if not step.training or self._setup is not None:
+            return
+        group, groups = step.call.group, step.call.groups
+        device = step.call.device
+        file_link = None
+        if self._request is None:
+            file_link = self._inputs.link
+            assert file_link is not None
+            requested: str | None = file_link.policy
+        else:
+            requested = self._request.policy
+        with as_config_error():
+            self._setup = measure.choose_transfers(
+                requested, self._assumed, device, groups, file_link
+            )
+        if self._request is not None:
+            link = self._request.link(group.size()) or Link.of(group.size(), _ASSUMED)
+            self._inputs.link = self._setup.applied_to(link)
+
+    def planned(self, plan: Schedule) -> None:
+        if dist.get_rank() == 0:
+            link = self._inputs.link
+            assert self._setup is not None and link is not None
+            logger.info("%s", self._of(plan).text(self._setup, link, self._assumed))
+
+    def begin(self, step: Step) -> None:
+        """Make room for a plan that is new.
+
+        Raises:
+            ConfigError: the host lacks the memory.
+        """
+        if not step.training:
+            return
+        plan, rank = step.plan, step.rank
+        self._saved.clear()
+        planned = self._of(plan)
+        if planned is not self._now:
+            self._now, self._offloaded = planned, planned.offloaded(rank)
+            if self._sets is not None:
+                self._sets.fit(plan, rank, step.call.groups)
+        if self._sets is None:
+            assert self._setup is not None
+            models, config = step.call.iteration.models, step.call.iteration.config
+            self._sets = RankSets(
+                self._setup,
+                models,
+                self._policy,
+                planned.host_sets(rank),
+                least_bytes(models, config, step.shape, self._policy),
+                step.call.groups,
+            )
+        self._sets.store.reset_peaks()
+        step.mover = self
+        step.notes["offload"] = lambda: self._summary(planned, rank)
+        step.notes["set_bytes"] = self._set_bytes
+        step.notes["host_rates"] = self._rates
+
+    def end(self, step: Step) -> None:
+        """Adapt the arena to what the step showed.
+
+        Raises:
+            RuntimeError: a set was never finished.
+        """
+        if not step.training:
+            return
+        assert self._sets is not None
+        self._sets.store.end_step()
+        self._steps += 1
+        if self._steps == 1 and not self._assumed:
+            self._sets.fit(step.plan, step.rank, step.call.groups)
+        elif self._steps > 1:
+            self._sets.enlarge(step.plan, step.rank)
+
+    def profiled(self, step: Step, durations: Sequence[Duration]) -> None:
+        """Plan with measured transfer times from now on, if they were assumed so far."""
+        if not self._assumed:
+            return
+        assert self._setup is not None and self._sets is not None
+        bytes_of = self._sets.of_chunks(lambda footprint: footprint.host)
+        self._inputs.link = measure.link(
+            self._setup, step.plan.placement, step.rank, durations, bytes_of, step.call.groups
         )
+        self._assumed = False
+
+    def dropped(self, step: Step, failed: bool) -> None:
+        if self._sets is not None:
+            self._sets.store.clear()
+
+    def close(self) -> None:
+        if self._sets is not None:
+            self._sets.close()
+            self._sets = None
+        elif self._setup is not None:
+            self._setup.close()
+        self._setup = None
+
+    # --- for the runner ---
+
+    def saving(self, key: Key) -> AbstractContextManager[None]:
+        if not (self.will_offload(key) or self._trace or self._steps == 0):
+            return nullcontext()
+        return self._save(key)
+
+    def move(self, op: Op, key: Key) -> None:
+        assert self._sets is not None
+        self._sets.move(op, key)
+
+    def finish(self, key: Key) -> None:
+        if key in self._saved:
+            assert self._sets is not None
+            self._saved.remove(key)
+            self._sets.store.finish(key)
+
+    def will_offload(self, key: Key) -> bool:
+        return key in self._offloaded
+
+    def stays(self, tensor: torch.Tensor) -> None:
+        if self._sets is not None:
+            self._sets.store.stays(tensor)
+
+    def on_host(self) -> list[Any]:
+        return [] if self._sets is None else self._sets.store.away()
+
+    # --- the rest ---
+
+    @contextmanager
+    def _save(self, key: Key) -> Iterator[None]:
+        assert self._sets is not None
+        with self._sets.saving(key):
+            yield
+        self._saved.add(key)
+
+    def _set_bytes(self) -> dict[int, int]:
+        """By model chunk, device bytes of a set from F to B if it is not offloaded."""
+        assert self._sets is not None
+        return self._sets.of_chunks(lambda footprint: footprint.device)
+
+    def _rates(self) -> tuple[float, float] | None:
+        """Bytes/s to the host and back; None if they were not measured."""
+        return None if self._setup is None else self._setup.bytes_per_second()
+
+    def _of(self, plan: Schedule) -> Planned:
+        if self._latest is None or self._latest.plan is not plan:
+            self._latest = Planned(plan)
+        return self._latest
+
+    def _summary(self, planned: Planned, rank: int) -> dict[str, Any]:
+        """Planned and measured numbers of the step, for the trace."""
+        assert self._sets is not None and self._setup is not None
+        return {
+            **self._sets.store.report(),
+            "policy": self._setup.policy.value,
+            "planned_host_sets": planned.host_sets(rank),
+            "planned_device_bytes": self._sets.device_bytes(planned.plan, rank),
+        }

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch.distributed as dist
+
 from ....plan.model import PlanError
 from ....plan.profile import Profile
-from ...callbacks import Callback
+from ....runtime.trace import Recorder
+from ....schedule.placement import Placement
+from ....schedule.schedule import Schedule
+from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
-from ...utils import file_contents
-from .profiler import Profiler
+from ...measuring import hop_seconds, host_rates, pass_seconds
+from ...utils import file_contents, unwrapped
+from .agreement import agree, durations
+from .set_sizes import SetSizes
+
+logger = logging.getLogger(__name__)
 
 
 class ProfileSteps(Feature):
@@ -78,11 +88,84 @@ class ProfileSteps(Feature):
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None:
             return ()
-        args = run.args
-        steps = args.pp_profile_steps or 0
         assert run.store is not None
-        path = args.pp_profile if steps else None
-        return (Profiler(run.inputs, run.store, steps, path, bool(args.pp_cheap_recompute)),)
+        args, self._inputs, self._store = run.args, run.inputs, run.store
+        self._left: int = args.pp_profile_steps or 0
+        self._inputs.reorder = self._left > 0
+        self._path = args.pp_profile if self._left else None
+        self._cheap = bool(args.pp_cheap_recompute)
+        self._recorders: list[tuple[Recorder, Placement]] = []
+        self._sizes: SetSizes | None = None
+        return (self,)
+
+    # --- an iteration; the device is waited for once, when all measured ones are over ---
+
+    def times(self, training: bool) -> bool:
+        return training and self._left > 0
+
+    def holds_next(self) -> bool:
+        return self._left > 0
+
+    def before_plan(self, step: Step) -> None:
+        if step.training:
+            self._left = max(self._left, self._inputs.steps_to_measure)
+            self._inputs.steps_to_measure = 0
+
+    def planned(self, plan: Schedule) -> None:
+        replanned = self._inputs.reorder and self._inputs.profile is not None
+        if replanned and plan.note and dist.get_rank() == 0:  # a quick order has no note
+            logger.info("%s", plan.note)
+
+    def begin(self, step: Step) -> None:
+        if self.times(step.training) and self._inputs.reorder and self._sizes is None:
+            models = [unwrapped(model) for model in step.call.iteration.models]
+            step.observer = self._sizes = SetSizes(models, self._store)
+
+    def end(self, step: Step) -> None:
+        if not self.times(step.training):
+            return
+        self._recorders.append((step.recorder, step.plan.placement))
+        self._left -= 1
+        if self._left == 0:
+            self._finish(step)
+
+    def _finish(self, step: Step) -> None:
+        """Take the times and sizes of the measured steps into the plans of those that follow."""
+        group, channel, call = step.call.group, step.channel, step.call
+        found = durations(self._recorders)
+        self._recorders = []
+        rates = step.note("host_rates")
+        if self._path is not None and rates is None:
+            rates = host_rates(channel.device, call.groups)
+        counted = ({}, {}) if self._sizes is None else (self._sizes.until_b, self._sizes.until_w)
+        profile = self._inputs.profile = agree(
+            step.plan.placement,
+            step.rank,
+            pass_seconds(found),
+            hop_seconds(channel, group) if self._inputs.reorder else 0.0,
+            [unwrapped(model) for model in call.iteration.models],
+            call.batch,
+            call.groups,
+            set_bytes=(step.note("set_bytes") or counted[0], counted[1]),
+            rates=rates,
+            cheap_recompute=self._cheap,
+        )
+        self._inputs.changed = True
+        self._save(profile)
+        for callback in step.callbacks:
+            callback.profiled(step, found)
+
+    def _save(self, profile: Profile) -> None:
+        """Write the file, on the first rank of the job, if one was asked for."""
+        if self._path is None or dist.get_rank() != 0:
+            return
+        try:
+            profile.save(self._path)
+        except OSError as error:
+            # Hours of training are worth more than the file.
+            logger.warning("--pp-profile %s cannot be written: %s", self._path, error.strerror)
+            return
+        logger.info("the measured profile is in %s", self._path)
 
 
 def _require_writable(path: str, steps: int, rank: int) -> None:

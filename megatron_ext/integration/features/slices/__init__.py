@@ -7,14 +7,18 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...._input import attribute
 from ....plan.slices import CONFLICTS, FLAG, PACKED
 from ....releases import parse
 from ....schedule import AUTO
-from ...callbacks import Callback
+from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
+from .model import SlicedModel
+from .run import Batches, SliceRunner, require_nothing_left
+from .state import Cuts
 from .wanted import CUT, TOKENS, WEIGHTS, Wanted
 
 _PREDICTION = (0, 17)  # the first version whose multi-token prediction can be cut
@@ -29,8 +33,8 @@ def _count(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"must be a number or {AUTO}, got {text!r}") from None
 
 
-class Slices(Feature):
-    """On with ``--pp-slices`` of 2 or more."""
+class Slices(SlicedModel, Feature):
+    """On with ``--pp-slices`` of 2 or more: runs training iterations in slices."""
 
     flags = (
         Flag(
@@ -131,11 +135,62 @@ class Slices(Feature):
         wanted = _wanted(run)
         if not wanted or run.request is None:
             return ()
-        from .run import SlicedPasses
-
         if not run.library:  # where auto has chosen by now
             _set_cut(run, wanted[0])
-        return (SlicedPasses(wanted[0], _implementations(run), run.library),)
+        self._cut, self.implementations = wanted[0], _implementations(run)
+        self._unknown = run.library  # loss functions are a trainer's own
+        self._batches: Sequence[Batches | None] = ()
+        return (self,)
+
+    # --- an iteration ---
+
+    def data_iterators(self, iterators: list[Any], training: bool) -> list[Any]:
+        if not training:
+            return iterators
+        # The same for the same ones: an iteration that was begun early is known by them.
+        known = {id(one.source): one for one in self._batches if one is not None}
+        self._batches = [
+            None if it is None else known.get(id(it)) or Batches(it) for it in iterators
+        ]
+        return [*self._batches]
+
+    def begin(self, step: Step) -> None:
+        if not step.training:
+            return
+        for batches in self._batches:
+            if batches is not None:
+                batches.whole = not step.plan.slices
+        if not step.plan.slices:
+            return
+        call, config = step.call, step.call.iteration.config
+        each = {
+            count: functools.cache(
+                functools.partial(replace(self._cut, count=count).cut, config=config)
+            )
+            for count in {*step.plan.slices}
+        }
+        cuts = Cuts([each[count] for count in step.plan.slices], call.batch[0])
+        if call.shape is not None:
+            lengths = cuts.get(0, 0).lengths
+            parts = call.shape[0] * lengths[0] // call.batch[0]
+            # Shapes of slices that differ are sent ahead of them.
+            step.shape = (parts, *call.shape[1:]) if len({*lengths}) == 1 else None
+        step.runner_type = functools.partial(
+            SliceRunner,
+            slicing=self.slicing,
+            cuts=cuts,
+            batches=self._batches,
+            unknown=self._unknown,
+        )
+
+    def passes_done(self, step: Step, watchdog: Any) -> None:
+        require_nothing_left(self.slicing, step.rank)
+
+    def dropped(self, step: Step, failed: bool) -> None:
+        self.slicing.clear()
+
+    def close(self) -> None:
+        self.slicing.clear()
 
 
 def _wanted(run: Run) -> Sequence[Wanted]:

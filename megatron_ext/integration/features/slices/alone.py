@@ -13,30 +13,32 @@ from typing import Any
 from ....runtime.wgrad import WeightGradStore
 from ....schedule.placement import Placement
 from ....schedule.units import units_of
-from ...hooks import Hook, Hooks
+from ...hooks import Hooks, declared, hooked
 from ...pipeline import finalize
 from ...runner import Iteration
 from ...targets import NO_PIPELINE
-from .run import Batches, SliceRunner, all_hooks, require_nothing_left
-from .state import Cuts, Slicing
+from .model import SlicedModel
+from .run import Batches, SliceRunner, require_nothing_left
+from .state import Cuts
 from .wanted import Wanted
 
 
 def install(wanted: Wanted, version: str, implementation: str = "local") -> Hooks:
     """Let Megatron's training without a pipeline run in slices, until the hooks are reverted."""
-    slicing = Slicing()
-    run = functools.partial(_entry, slicing, wanted)
-    entry = Hook(NO_PIPELINE, run, "whole sequences would run")
     hooks = Hooks(version)
-    hooks.apply([*all_hooks(slicing, (implementation,)), entry])
+    hooks.apply(declared(_Alone(wanted, implementation)))
     return hooks
 
 
-def _entry(
-    slicing: Slicing, wanted: Wanted, original: Callable[..., Any]
-) -> Callable[..., list[Any]]:
-    @functools.wraps(original)
-    def forward_backward(
+class _Alone(SlicedModel):
+    def __init__(self, wanted: Wanted, implementation: str) -> None:
+        super().__init__()
+        self._wanted, self.implementations = wanted, (implementation,)
+
+    @hooked(NO_PIPELINE, "whole sequences would run")
+    def _forward_backward(
+        self,
+        original: Callable[..., Any],
         *,
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
@@ -73,11 +75,11 @@ def _entry(
             collect_non_loss_data=False,
             first_val_step=None,
         )
-        of = functools.cache(functools.partial(wanted.cut, config=config))
+        of = functools.cache(functools.partial(self._wanted.cut, config=config))
         cuts = Cuts([of] * num_microbatches, seq_length)
         store, one, own = WeightGradStore(), Placement.loop(1), iteration.data_iterators
-        runner = SliceRunner(iteration, one, 0, store, slicing=slicing, cuts=cuts, batches=own)
-        count = wanted.count
+        runner = SliceRunner(iteration, one, 0, store, slicing=self.slicing, cuts=cuts, batches=own)
+        count = self._wanted.count
         units = units_of([count] * num_microbatches)
         for first in range(0, len(units), count):
             for unit in units[first : first + count]:
@@ -85,9 +87,7 @@ def _entry(
             for unit in reversed(units[first : first + count]):
                 runner.backward(0, unit, None, split=False)
         runner.check_finished()
-        require_nothing_left(slicing, 0)
+        require_nothing_left(self.slicing, 0)
         group = kwargs.get("pg_collection")
         finalize(iteration, runner.num_tokens, group, kwargs.get("force_all_reduce", False))
         return runner.losses
-
-    return forward_backward

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ...hooks import Hook
+from ...hooks import hooked
 from ...targets import ATTENTION, ROTARY
 from . import documents
-from .state import Slicing
+from .state import Sliced, Slicing
 
 KEYS = "keys"  # what is held of a module that attends
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -99,57 +98,6 @@ def attended(slicing: Slicing, module: Any, keys: Any, values: Any) -> tuple[Any
     return found
 
 
-def hooks(slicing: Slicing, implementations: Sequence[str]) -> Sequence[Hook]:
-    """Where Megatron's layers see whole sequences.
-
-    Args:
-        implementations: of attention, of ``local`` and ``transformer_engine``.
-    """
-    rotary = functools.partial(_rotary, slicing)
-    return (
-        *(
-            Hook(
-                ATTENTION[name],
-                functools.partial(_attention, slicing, _MASKED[name]),
-                "a slice would attend to itself only",
-            )
-            for name in implementations
-        ),
-        *(Hook(one, rotary, "positions of every slice would begin at 0") for one in ROTARY),
-        *documents.hooks(slicing),
-    )
-
-
-def _attention(
-    slicing: Slicing, masked: Callable[..., Any], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Core attention of a slice to all before it: ``masked`` gives its mask and kind of mask."""
-
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any,
-        attn_mask_type: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if slicing.now is None:
-            return original(
-                self, query, key, value, attention_mask, attn_mask_type, *args, **kwargs
-            )
-        key, value = attended(slicing, self, key, value)
-        packed = kwargs.get("packed_seq_params")
-        if packed is not None:
-            kwargs["packed_seq_params"] = documents.attended(slicing, packed)
-        with masked(slicing, self, key.device, attention_mask, attn_mask_type) as (mask, kind):
-            return original(self, query, key, value, mask, kind, *args, **kwargs)
-
-    return forward
-
-
 @contextlib.contextmanager
 def _local(
     slicing: Slicing, module: Any, device: Any, mask: Any, kind: Any
@@ -189,22 +137,70 @@ def _transformer_engine(slicing: Slicing, *_: Any) -> Iterator[tuple[Any, Any]]:
         )
 
 
-_MASKED = {"local": _local, "transformer_engine": _transformer_engine}
+_WHY = "a slice would attend to itself only"
 
 
-def _rotary(slicing: Slicing, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: Any, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> Any:
+class Attention(Sliced):
+    """Where Megatron's layers see whole sequences.
+
+    Attributes:
+        implementations: of attention that may run, of ``local`` and ``transformer_engine``.
+    """
+
+    implementations: Sequence[str] = ()
+
+    @hooked(ATTENTION["local"], _WHY, when=lambda self: "local" in self.implementations)
+    def _local(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._attention(_local, original, *args, **kwargs)
+
+    @hooked(
+        ATTENTION["transformer_engine"],
+        _WHY,
+        when=lambda self: "transformer_engine" in self.implementations,
+    )
+    def _transformer_engine(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._attention(_transformer_engine, original, *args, **kwargs)
+
+    def _attention(
+        self,
+        masked: Callable[..., Any],
+        original: Callable[..., Any],
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        attn_mask_type: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Core attention of a slice to all before it: ``masked`` gives its mask and its kind."""
+        slicing = self.slicing
+        if slicing.now is None:
+            given = (module, query, key, value, attention_mask, attn_mask_type)
+            return original(*given, *args, **kwargs)
+        key, value = attended(slicing, module, key, value)
+        packed = kwargs.get("packed_seq_params")
+        if packed is not None:
+            kwargs["packed_seq_params"] = documents.attended(slicing, packed)
+        with masked(slicing, module, key.device, attention_mask, attn_mask_type) as (mask, kind):
+            return original(module, query, key, value, mask, kind, *args, **kwargs)
+
+    @hooked(ROTARY, "positions of every slice would begin at 0")
+    def _rotary(
+        self,
+        original: Callable[..., Any],
+        module: Any,
+        max_seq_len: int,
+        offset: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        slicing = self.slicing
         if slicing.now is None or not slicing.documents:
             begin = 0 if slicing.now is None else slicing.span[0]
-            return original(self, max_seq_len, offset + begin, *args, **kwargs)
-        found = original(self, max_seq_len, offset, *args, **kwargs)
+            return original(module, max_seq_len, offset + begin, *args, **kwargs)
+        found = original(module, max_seq_len, offset, *args, **kwargs)
         if not isinstance(found, tuple):
             return documents.positions(slicing, found)
         return documents.positions(slicing, found[0]), *found[1:]  # with YaRN's scale
-
-    # Of the original's cache, which multi-latent attention clears.
-    for name in ("cache_clear", "cache_info"):
-        if hasattr(original, name):
-            setattr(forward, name, getattr(original, name))
-    return forward

@@ -16,19 +16,9 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ...hooks import Hook, around
+from ...hooks import hooked
 from ...targets import DOCUMENT_COUNT, ROTATION
-from .state import Slicing
-
-
-def hooks(slicing: Slicing) -> Sequence[Hook]:
-    """Where Megatron looks at documents one by one."""
-    why = "rotary positions would be those of whole documents"
-    found = [Hook(ROTATION, around(functools.partial(_rotated, slicing)), why)]
-    if DOCUMENT_COUNT.loaded and DOCUMENT_COUNT.exists:  # else no script counts
-        why = "documents of every slice would count for throughput"
-        found.append(Hook(DOCUMENT_COUNT, around(functools.partial(_counted, slicing)), why))
-    return found
+from .state import Sliced, Slicing
 
 
 def edges_of(packed: Any) -> tuple[int, ...]:
@@ -119,22 +109,32 @@ def _positions(span: tuple[int, int], edges: Sequence[int], device: torch.device
     return torch.cat([torch.arange(*part, device=device) for part in parts if part[0] < part[1]])
 
 
-def _rotated(
-    slicing: Slicing,
-    original: Callable[..., Any],
-    t: Any,
-    freqs: Any,
-    config: Any,
-    cu_seqlens: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Rotation of a slice, whose frequencies are its tokens': as of one document."""
-    if slicing.now is not None and cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.new_tensor([0, len(t)])
-    return original(t, freqs, config, cu_seqlens, *args, **kwargs)
+class Documents(Sliced):
+    """Where Megatron looks at documents one by one."""
 
+    @hooked(ROTATION, "rotary positions would be those of whole documents")
+    def _rotated(
+        self,
+        original: Callable[..., Any],
+        t: Any,
+        freqs: Any,
+        config: Any,
+        cu_seqlens: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Rotation of a slice, whose frequencies are its tokens': as of one document."""
+        if self.slicing.now is not None and cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.new_tensor([0, len(t)])
+        return original(t, freqs, config, cu_seqlens, *args, **kwargs)
 
-def _counted(slicing: Slicing, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Lengths of documents, once a microbatch."""
-    return original(*args, **kwargs) if slicing.now is None or not slicing.unit.slice else None
+    @hooked(
+        DOCUMENT_COUNT,
+        "documents of every slice would count for throughput",
+        # Else no script counts.
+        when=lambda self: DOCUMENT_COUNT.loaded and DOCUMENT_COUNT.exists,
+    )
+    def _counted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Lengths of documents, once a microbatch."""
+        again = self.slicing.now is not None and self.slicing.unit.slice
+        return None if again else original(*args, **kwargs)

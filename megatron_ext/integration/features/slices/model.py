@@ -2,76 +2,64 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ...hooks import Hook, around
+from ...hooks import bound, hooked
 from ...targets import GPT_FORWARD
 from . import documents
-from .prediction import Prediction, Whole
+from .carry import Attention
+from .documents import Documents
+from .prediction import Prediction
+from .routers import Routers
 from .state import Slicing
 
 _CUT = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
-def hooks(slicing: Slicing) -> Sequence[Hook]:
-    """Where a model takes the tokens of a microbatch."""
-    prediction = Prediction(slicing)
-    return (
-        *prediction.hooks(),
-        Hook(
-            GPT_FORWARD,
-            around(functools.partial(_forward, slicing, prediction.whole)),
-            "whole sequences would run in place of slices",
-        ),
-    )
+class SlicedModel(Routers, Prediction, Attention, Documents):
+    """All hooks of a run in slices."""
 
-
-def _forward(
-    slicing: Slicing,
-    whole: Whole,
-    original: Callable[..., Any],
-    model: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Whole microbatch in, the slice through, losses of the whole out: zero but in the slice."""
-    if slicing.now is None:
-        return original(model, *args, **kwargs)
-    bound = _signature(original).bind(model, *args, **kwargs)
-    given = bound.arguments
-    if given.get("input_ids") is not None:
-        slicing.sequence(given["input_ids"].shape[-1])
-    if model.post_process and given.get("labels") is None:
-        raise ConfigError(
-            "--pp-slices adds the losses of slices, so the model needs labels, but it was called "
-            "without; drop --pp-slices, or let the model compute the losses of tokens"
-        )
-    if (packed := given.get("packed_seq_params")) is not None:
-        _pack(slicing, packed, model.config)
-        whole.packed = packed
-        given["packed_seq_params"] = documents.of_slice(slicing, packed)
-    begin, end = slicing.span
-    if given.get("padding_mask") is not None:
-        raise ConfigError("--pp-slices does not cut a padding_mask, which the model got; drop it")
-    whole.labels, whole.loss_mask = given.get("labels"), given.get("loss_mask")
-    for name in _CUT:
-        if given.get(name) is not None:
-            part = given[name][..., begin:end]
-            whole.add(part, given[name])
-            given[name] = part
-    try:
-        output = original(*bound.args, **bound.kwargs)
-    finally:
-        whole.clear()
-    if model.post_process and output.dim() == 2:  # not hidden states, as of a sharded vocabulary
-        output = torch.nn.functional.pad(output, (begin, slicing.tokens - end))
-    return output
+    @hooked(GPT_FORWARD, "whole sequences would run in place of slices")
+    def _forward(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Whole microbatch in, the slice through, losses of the whole out: 0 but in the slice."""
+        slicing, whole = self.slicing, self.whole
+        if slicing.now is None:
+            return original(model, *args, **kwargs)
+        call = bound(original, model, *args, **kwargs)
+        given = call.arguments
+        if given.get("input_ids") is not None:
+            slicing.sequence(given["input_ids"].shape[-1])
+        if model.post_process and given.get("labels") is None:
+            raise ConfigError(
+                "--pp-slices adds the losses of slices, so the model needs labels, but it was "
+                "called without; drop --pp-slices, or let the model compute the losses of tokens"
+            )
+        if (packed := given.get("packed_seq_params")) is not None:
+            _pack(slicing, packed, model.config)
+            whole.packed = packed
+            given["packed_seq_params"] = documents.of_slice(slicing, packed)
+        begin, end = slicing.span
+        if given.get("padding_mask") is not None:
+            raise ConfigError(
+                "--pp-slices does not cut a padding_mask, which the model got; drop it"
+            )
+        whole.labels, whole.loss_mask = given.get("labels"), given.get("loss_mask")
+        for name in _CUT:
+            if given.get(name) is not None:
+                part = given[name][..., begin:end]
+                whole.add(part, given[name])
+                given[name] = part
+        try:
+            output = original(*call.args, **call.kwargs)
+        finally:
+            whole.clear()
+        if model.post_process and output.dim() == 2:  # not hidden states, of a sharded vocabulary
+            output = torch.nn.functional.pad(output, (begin, slicing.tokens - end))
+        return output
 
 
 def _pack(slicing: Slicing, packed: Any, config: Any) -> None:
@@ -89,8 +77,3 @@ def _pack(slicing: Slicing, packed: Any, config: Any) -> None:
         )
     slicing.sequence(edges[-1])
     slicing.pack(edges)
-
-
-@functools.lru_cache(maxsize=4)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)

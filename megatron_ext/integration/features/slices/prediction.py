@@ -8,15 +8,15 @@ masked and divided by the tokens that count, which are the microbatch's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ...hooks import Hook, around
+from ...hooks import hooked
 from ...targets import MTP_ACCEPTANCE, MTP_LOSS, MTP_ROLL
-from .state import Slicing
+from .state import Sliced
 
 
 class Whole:
@@ -55,43 +55,43 @@ class Whole:
         self.labels = self.loss_mask = self.packed = None
 
 
-class Prediction:
-    """The hooks of multi-token prediction.
+_WHY = "the tokens behind a slice would be missing"
+
+
+def _counts(prediction: Prediction) -> bool:
+    return MTP_LOSS.exists and MTP_ACCEPTANCE.exists
+
+
+class Prediction(Sliced):
+    """Where multi-token prediction looks at the tokens behind; nowhere in versions without a
+    function for its loss, where it is refused.
 
     Attributes:
         whole: what the model that runs got.
     """
 
-    def __init__(self, slicing: Slicing) -> None:
-        self._slicing, self.whole = slicing, Whole()
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = Whole()
         self._in_loss = False
 
-    def hooks(self) -> Sequence[Hook]:
-        """Where it looks at the tokens behind; none in versions without a function for its loss,
-        where it is refused."""
-        if not MTP_LOSS.exists:
-            return ()
-        why = "the tokens behind a slice would be missing"
-        found = [Hook(MTP_ROLL, around(self._roll), why), Hook(MTP_LOSS, around(self._loss), why)]
-        if MTP_ACCEPTANCE.exists:
-            found.append(Hook(MTP_ACCEPTANCE, around(self._accepted), why))
-        return found
-
+    @hooked(MTP_ROLL, _WHY, when=lambda self: MTP_LOSS.exists)
     def _roll(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._slicing.now is None or self._in_loss or tensor is None:
+        if self.slicing.now is None or self._in_loss or tensor is None:
             return original(tensor, *args, **kwargs)
         if kwargs.get("packed_seq_params") is not None:
             kwargs["packed_seq_params"] = self.whole.packed
         whole, *more = original(self.whole.of(tensor), *args, **kwargs)
-        begin, end = self._slicing.span
+        begin, end = self.slicing.span
         part = whole[..., begin:end].contiguous()
         self.whole.add(part, whole)
         return (part, *more)
 
-    def _loss(self, original: Callable[..., Any], **given: Any) -> Any:
-        if self._slicing.now is None or given.get("labels") is None:
+    @hooked(MTP_LOSS, _WHY, when=lambda self: MTP_LOSS.exists)
+    def _prediction_loss(self, original: Callable[..., Any], **given: Any) -> Any:
+        if self.slicing.now is None or given.get("labels") is None:
             return original(**given)
-        (begin, end), tokens = self._slicing.span, self._slicing.tokens
+        (begin, end), tokens = self.slicing.span, self.slicing.tokens
         compute = given["compute_language_model_loss"]
 
         @functools.wraps(compute)
@@ -109,6 +109,7 @@ class Prediction:
         finally:
             self._in_loss = False
 
+    @hooked(MTP_ACCEPTANCE, _WHY, when=_counts)
     def _accepted(
         self,
         original: Callable[..., Any],
@@ -119,7 +120,7 @@ class Prediction:
         **kwargs: Any,
     ) -> Any:
         """Counts of tokens that were predicted right, which add up over slices."""
-        if self._slicing.now is not None:
-            begin, end = self._slicing.span
+        if self.slicing.now is not None:
+            begin, end = self.slicing.span
             mtp_labels, loss_mask = (t[..., begin:end] for t in (mtp_labels, loss_mask))
         return original(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)

@@ -15,16 +15,15 @@ The logs get the microbatch's loss with its last slice, and 0 with the others.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import torch
 
-from ...hooks import Hook, around
+from ...hooks import hooked
 from ...targets import BALANCING_LOG, BALANCING_LOSS, ROUTER_LOSSES, ROUTING, Z_LOSS
-from .state import Slicing
+from .state import Sliced
 
 
 class Balance:
@@ -92,41 +91,30 @@ class ScaledLoss(torch.autograd.Function):
         return grads[0] * ctx.factor, None, None
 
 
-class Routers:
-    """The hooks of routers, and the call that is in progress."""
+_WHY = "experts would be balanced slice by slice"
 
-    def __init__(self, slicing: Slicing) -> None:
-        self._slicing = slicing
+
+class Routers(Sliced):
+    """Where routers look at all tokens of a call, and the call that is in progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._router: Any = None
         self._balance: Balance | None = None
         self._running: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counting = False
 
-    def hooks(self) -> Sequence[Hook]:
-        """Where routers look at all tokens of a call."""
-        why = "experts would be balanced slice by slice"
-        return (
-            Hook(ROUTING, around(self._routing), why),
-            *(
-                Hook(ROUTER_LOSSES[kind], around(functools.partial(self._of_kind, kind)), why)
-                for kind in ("aux", "seq_aux")
-            ),
-            Hook(ROUTER_LOSSES["global_aux"], around(self._of_all), why),
-            Hook(BALANCING_LOSS, self._loss, why),
-            Hook(BALANCING_LOG, self._attached, why),
-            Hook(Z_LOSS, around(self._z), why),
-        )
-
+    @hooked(ROUTING, _WHY)
     def _routing(
         self, original: Callable[..., Any], router: Any, logits: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._slicing.now is None or not router.training:
+        if self.slicing.now is None or not router.training:
             return original(router, logits, *args, **kwargs)
         self._router, before = router, self._router
         try:
             found = original(router, logits, *args, **kwargs)
             # With recompute, Megatron leaves losses out of F. Their counts are for the first B.
-            first = self._slicing.first and not torch.is_grad_enabled()
+            first = self.slicing.first and not torch.is_grad_enabled()
             if first and router.is_aux_loss_enabled():
                 self._count(router, logits, found[0])
         finally:
@@ -152,62 +140,66 @@ class Routers:
         finally:
             self._counting = False
 
+    @hooked(ROUTER_LOSSES["aux"], _WHY)
+    def _aux(self, original: Callable[..., Any], router: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._of_kind("aux", original, router, *args, **kwargs)
+
+    @hooked(ROUTER_LOSSES["seq_aux"], _WHY)
+    def _seq_aux(self, original: Callable[..., Any], router: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._of_kind("seq_aux", original, router, *args, **kwargs)
+
     def _of_kind(
         self, kind: str, original: Callable[..., Any], router: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._slicing.now is None:
+        if self.slicing.now is None:
             return original(router, *args, **kwargs)
-        self._balance = self._slicing.held(kind, router, Balance)
+        self._balance = self.slicing.held(kind, router, Balance)
         try:
             return original(router, *args, **kwargs)
         finally:
             self._balance = None
 
+    @hooked(ROUTER_LOSSES["global_aux"], _WHY)
     def _of_all(self, original: Callable[..., Any], router: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron adds a call's counts to a running mean over calls, which are microbatches."""
-        if self._slicing.now is None or router.global_tokens_per_expert is None:
+        if self.slicing.now is None or router.global_tokens_per_expert is None:
             return original(router, *args, **kwargs)
         before = self._running = router.global_tokens_per_expert.clone(), router.ga_steps.clone()
         try:
             return self._of_kind("global_aux", original, router, *args, **kwargs)
         finally:
-            if not (self._slicing.first and self._slicing.is_last):
+            if not (self.slicing.first and self.slicing.is_last):
                 router.global_tokens_per_expert.copy_(before[0])
                 router.ga_steps.copy_(before[1])
             self._running = None
 
-    def _loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def loss(
-            probs: Any,
-            tokens_per_expert: Any,
-            total_num_tokens: Any,
-            topk: int,
-            num_experts: int,
-            moe_aux_loss_coeff: float,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            balance, slicing = self._balance, self._slicing
-            if slicing.now is None or balance is None:
-                return original(
-                    *(probs, tokens_per_expert, total_num_tokens, topk, num_experts),
-                    moe_aux_loss_coeff,
-                    *args,
-                    **kwargs,
-                )
-            if slicing.first:
-                balance.add(probs, self._added(tokens_per_expert), total_num_tokens)
-                if slicing.is_last:
-                    self._finish(balance)
-            factor = num_experts * moe_aux_loss_coeff / topk
-            value = probs.new_zeros(())
+    @hooked(BALANCING_LOSS, _WHY)
+    def _balancing_loss(
+        self,
+        original: Callable[..., Any],
+        probs: Any,
+        tokens_per_expert: Any,
+        total_num_tokens: Any,
+        topk: int,
+        num_experts: int,
+        moe_aux_loss_coeff: float,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        balance, slicing = self._balance, self.slicing
+        if slicing.now is None or balance is None:
+            given = (probs, tokens_per_expert, total_num_tokens, topk, num_experts)
+            return original(*given, moe_aux_loss_coeff, *args, **kwargs)
+        if slicing.first:
+            balance.add(probs, self._added(tokens_per_expert), total_num_tokens)
             if slicing.is_last:
-                with torch.no_grad():
-                    value = (balance.sums * balance.weights(factor, probs.dtype)).sum()
-            return BalancingLoss.apply(probs, value, balance, factor)
-
-        return loss
+                self._finish(balance)
+        factor = num_experts * moe_aux_loss_coeff / topk
+        value = probs.new_zeros(())
+        if slicing.is_last:
+            with torch.no_grad():
+                value = (balance.sums * balance.weights(factor, probs.dtype)).sum()
+        return BalancingLoss.apply(probs, value, balance, factor)
 
     def _added(self, counts: torch.Tensor) -> torch.Tensor:
         """This slice's counts, of what a loss got."""
@@ -225,40 +217,40 @@ class Routers:
         router.ga_steps.copy_(steps + 1)
         balance.counts = router.global_tokens_per_expert / router.ga_steps
 
-    def _attached(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def attach(
-            router: Any,
-            activation: Any,
-            aux_loss_coeff: float,
-            aux_loss: Any,
-            aux_loss_name: str,
-            reduce_group: Any,
-            *args: Any,
-            valid_token_count: Any = None,
-            **kwargs: Any,
-        ) -> Any:
-            slicing = self._slicing
-            if slicing.now is not None:
-                if self._counting:
-                    return activation
-                # With --calculate-per-token-loss a loss counts by its tokens: the microbatch's.
-                begin, end = slicing.span
-                if valid_token_count is None:
-                    valid_token_count = activation.shape[0]
-                valid_token_count = valid_token_count * slicing.tokens // (end - begin)
-            return original(
-                *(router, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group),
-                *args,
-                valid_token_count=valid_token_count,
-                **kwargs,
-            )
+    @hooked(BALANCING_LOG, _WHY)
+    def _attached(
+        self,
+        original: Callable[..., Any],
+        router: Any,
+        activation: Any,
+        aux_loss_coeff: float,
+        aux_loss: Any,
+        aux_loss_name: str,
+        reduce_group: Any,
+        *args: Any,
+        valid_token_count: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        slicing = self.slicing
+        if slicing.now is not None:
+            if self._counting:
+                return activation
+            # With --calculate-per-token-loss a loss counts by its tokens: the microbatch's.
+            begin, end = slicing.span
+            if valid_token_count is None:
+                valid_token_count = activation.shape[0]
+            valid_token_count = valid_token_count * slicing.tokens // (end - begin)
+        return original(
+            *(router, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group),
+            *args,
+            valid_token_count=valid_token_count,
+            **kwargs,
+        )
 
-        return attach
-
+    @hooked(Z_LOSS, _WHY)
     def _z(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
-        slicing, router = self._slicing, self._router
+        slicing, router = self.slicing, self._router
         if slicing.now is None or router is None:
             return found
         begin, end = slicing.span

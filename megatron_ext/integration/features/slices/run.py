@@ -1,104 +1,21 @@
-"""What ``--pp-slices`` puts in force for a run: F and B of slices, one loss a microbatch."""
+"""F and B of slices, one loss a microbatch."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ....runtime.executor import BackwardPass
 from ....schedule.units import Unit
-from ...callbacks import Callback, Step
 from ...errors import ConfigError
-from ...hooks import Hook
 from ...runner import MegatronRunner
 from ...utils import unwrapped
-from . import carry, model
-from .routers import Routers
+from . import carry
 from .state import Cuts, Slicing
-from .wanted import Wanted
-
-
-class SlicedPasses(Callback):
-    """Runs training iterations in slices.
-
-    Args:
-        wanted: how sequences are cut.
-        implementations: of attention that may run, of ``local`` and ``transformer_engine``.
-        unknown: loss functions are a trainer's own.
-    """
-
-    def __init__(
-        self, wanted: Wanted, implementations: Sequence[str], unknown: bool = False
-    ) -> None:
-        self._wanted, self._implementations = wanted, implementations
-        self._unknown = unknown
-        self._slicing = Slicing()
-        self._batches: Sequence[Batches | None] = ()
-
-    def hooks(self) -> Sequence[Hook]:
-        return all_hooks(self._slicing, self._implementations)
-
-    def data_iterators(self, iterators: list[Any], training: bool) -> list[Any]:
-        if not training:
-            return iterators
-        # The same for the same ones: an iteration that was begun early is known by them.
-        known = {id(one.source): one for one in self._batches if one is not None}
-        self._batches = [
-            None if it is None else known.get(id(it)) or Batches(it) for it in iterators
-        ]
-        return [*self._batches]
-
-    def begin(self, step: Step) -> None:
-        if not step.training:
-            return
-        for batches in self._batches:
-            if batches is not None:
-                batches.whole = not step.plan.slices
-        if not step.plan.slices:
-            return
-        call, config = step.call, step.call.iteration.config
-        each = {
-            count: functools.cache(
-                functools.partial(replace(self._wanted, count=count).cut, config=config)
-            )
-            for count in {*step.plan.slices}
-        }
-        cuts = Cuts([each[count] for count in step.plan.slices], call.batch[0])
-        if call.shape is not None:
-            lengths = cuts.get(0, 0).lengths
-            parts = call.shape[0] * lengths[0] // call.batch[0]
-            # Shapes of slices that differ are sent ahead of them.
-            step.shape = (parts, *call.shape[1:]) if len({*lengths}) == 1 else None
-        step.runner_type = functools.partial(
-            SliceRunner,
-            slicing=self._slicing,
-            cuts=cuts,
-            batches=self._batches,
-            unknown=self._unknown,
-        )
-
-    def passes_done(self, step: Step, watchdog: Any) -> None:
-        require_nothing_left(self._slicing, step.rank)
-
-    def dropped(self, step: Step, failed: bool) -> None:
-        self._slicing.clear()
-
-    def close(self) -> None:
-        self._slicing.clear()
-
-
-def all_hooks(slicing: Slicing, implementations: Sequence[str]) -> Sequence[Hook]:
-    """Where Megatron sees whole sequences."""
-    return (
-        *carry.hooks(slicing, implementations),
-        *model.hooks(slicing),
-        *Routers(slicing).hooks(),
-    )
 
 
 def require_nothing_left(slicing: Slicing, rank: int) -> None:

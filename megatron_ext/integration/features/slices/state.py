@@ -172,3 +172,14 @@ class Slicing:
     def left(self) -> int:
         """Calls of modules times microbatches for which something is held."""
         return len(self._held)
+
+
+class Sliced:
+    """What all hooks of one run share.
+
+    Attributes:
+        slicing: which slice runs now.
+    """
+
+    def __init__(self) -> None:
+        self.slicing = Slicing()

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
 
 from ....runtime import files
-from ...callbacks import Callback
+from ....schedule.baseline import Promise, promise
+from ....schedule.schedule import Schedule
+from ...callbacks import Callback, Loads, Step
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
-from .log_line import LogLine
-from .memory_line import MemoryLine
-from .summary import Summary
+from ...hooks import bound, hooked
+from ...targets import PRINT_LAST, TRAIN, TRAINING_LOG
+from . import memory_line, text
+from .meter import Meter
 from .traces import Traces
+
+logger = logging.getLogger(__name__)
+
+_IN_LINE = "the log line would not say bubble and peak"
+
+
+def _in_megatrons_loop(telemetry: Any) -> bool:
+    return bool(telemetry._run.training)
 
 
 class Telemetry(Feature):
-    """The log line is on for every schedule inside Megatron's training loop."""
+    """On for every schedule: lines of rank 0's log when a plan is known and after the second step
+    on GPUs; inside Megatron's training loop also in its line and in the end."""
 
     flags = (
         Flag(
@@ -45,10 +61,134 @@ class Telemetry(Feature):
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None:
             return ()
-        trace, summary = run.args.pp_trace, Summary(run.training)
-        return (
-            summary,
-            MemoryLine(run),
-            *(() if trace is None else (Traces(trace),)),
-            *((LogLine(summary),) if run.training else ()),
-        )
+        self._run = run
+        self._traces = None if run.args.pp_trace is None else Traces(run.args.pp_trace)
+        self._meter = Meter()
+        self._steps = 0
+        self._said = ""
+        self._plan: Schedule | None = None  # the last one that was made
+        self._ran: Schedule | None = None  # in the last step
+        self._promise: tuple[Schedule, Promise] | None = None
+        self._measured: list[tuple[float, float]] = []
+        self._made = self._planned = 0  # plans for the lengths of steps, and those steps
+        self._in_line = ""
+        return (self,)
+
+    def times(self, training: bool) -> bool:
+        return self._traces is not None or (self._run.training and training)
+
+    # --- plans ---
+
+    def planned(self, plan: Schedule) -> None:
+        former, self._plan = self._plan, plan
+        if dist.get_rank() != 0:
+            return
+        line = text.of_plan(plan, self.promise(plan))
+        # Of a ramp-up of the batch the first plan alone; of new measurements every other one.
+        again = former is not None and former.microbatches == plan.microbatches
+        if line != self._said:
+            logger.log(logging.INFO if again or not self._said else logging.DEBUG, "%s", line)
+            self._said = line
+
+    def improved(self, plan: Schedule, former: Schedule) -> None:
+        if dist.get_rank() == 0:
+            quick, better = promise(former).bubble_text, self.promise(plan).bubble_text
+            logger.info(
+                "%s, %d microbatches: a better order from this step on, searched for beside "
+                "training: planned bubble %s (%s by the quick order so far)",
+                plan.name,
+                plan.microbatches,
+                better,
+                quick,
+            )
+        self._plan = plan
+
+    def planned_for(self, plan: Schedule, loads: Loads) -> None:
+        self._plan = plan
+        self._made += 1
+        if dist.get_rank() == 0 and self._made == 1:
+            line = text.of_plan(plan, self.promise(plan), loads)
+            logger.info("%s; planned for its lengths, as every step is", line)
+
+    def promise(self, plan: Schedule) -> Promise:
+        """Of a plan, simulated at its first use."""
+        if self._promise is None or self._promise[0] is not plan:
+            self._promise = plan, promise(plan)
+        return self._promise[1]
+
+    # --- an iteration ---
+
+    def begin(self, step: Step) -> None:
+        self._planned += step.loads is not None and bool(step.loads.units)
+
+    def end(self, step: Step) -> None:
+        if step.training and self._run.training:
+            self._meter.add(step.recorder, step.call.group)
+            self._ran = step.plan
+        if self._traces is not None:
+            self._traces.take(step)
+        self._steps += step.training
+        second = step.training and self._steps == memory_line.STEP
+        if second and step.call.device.type == "cuda":
+            every = memory_line.held(step)
+            if dist.get_rank() == 0:
+                planned = memory_line.planned_bytes(self._run, step.plan)
+                logger.info("%s", memory_line.text(every, step.plan, planned))
+
+    def returning(self, step: Step) -> None:
+        if self._traces is not None:
+            self._traces.write(step.losses)
+
+    # --- Megatron's loop ---
+
+    @hooked(TRAINING_LOG, _IN_LINE, when=_in_megatrons_loop)
+    def _with_measuring(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        given = bound(original, *args, **kwargs).arguments
+        due = given["iteration"] % get_args().log_interval == 0
+        found = self._meter.read() if due or given.get("is_first_iteration") else None
+        numbers = 0.0, 0.0
+        if found is not None:
+            assert self._ran is not None
+            bubble, peak = found[0], found[1] / self._ran.chunks
+            self._measured.append((bubble, peak))
+            numbers = 100 * bubble, peak
+            self._in_line = text.in_line(*numbers, self.promise(self._ran))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._in_line = ""
+            if due and found is not None:
+                text.write(numbers, given["iteration"])
+
+    @hooked(PRINT_LAST, _IN_LINE, when=_in_megatrons_loop)
+    def _with_text(
+        self, original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._in_line and " iteration " in str(message) and str(message).endswith("|"):
+            message, self._in_line = f"{message}{self._in_line}", ""
+        return original(message, *args, **kwargs)
+
+    @hooked(
+        TRAIN, "the log would not compare measured and planned", lambda self: self._run.training
+    )
+    def _with_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = original(*args, **kwargs)
+        except SystemExit:  # how Megatron ends at --exit-interval and on a signal
+            self._end()
+            raise
+        self._end()
+        return result
+
+    def _end(self) -> None:
+        if self._plan is None or not self._measured or dist.get_rank() != 0:
+            return
+        if self._planned:
+            logger.info(
+                "steps whose microbatches differ in length: %d; plans made for them: %d",
+                self._planned,
+                self._made,
+            )
+        logger.info("%s", text.at_end(self._measured, self.promise(self._plan)))

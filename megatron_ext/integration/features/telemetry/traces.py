@@ -14,10 +14,10 @@ from ....runtime.trace import TraceFile
 from ....schedule.io import save
 from ....schedule.schedule import Arrangement, Schedule
 from ....view.recorded import plan_file
-from ...callbacks import Callback, Step
+from ...callbacks import Step
 
 
-class Traces(Callback):
+class Traces:
     """This rank's file, and the plans that its iterations follow.
 
     Args:
@@ -31,10 +31,7 @@ class Traces(Callback):
         self._known: set[str] = set()  # fingerprints of plans
         self._line: dict[str, Any] | None = None
 
-    def times(self, training: bool) -> bool:
-        return True
-
-    def end(self, step: Step) -> None:
+    def take(self, step: Step) -> None:
         """Take the iteration's times, if it is due."""
         self._line = None
         self._iterations[step.training] += 1
@@ -72,11 +69,11 @@ class Traces(Callback):
             "events": recorder.events(),
         }
 
-    def returning(self, step: Step) -> None:
-        """Write the iteration with its losses."""
+    def write(self, losses: object) -> None:
+        """Write the iteration that was taken, with its losses."""
         if self._line is not None:
             assert self._file is not None
-            self._file.write({**self._line, "losses": exact(step.losses)})
+            self._file.write({**self._line, "losses": exact(losses)})
 
 
 def _planned_for_lengths(step: Step) -> bool:

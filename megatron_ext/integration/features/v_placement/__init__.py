@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from ....schedule.placement import Placement
-from ...building import Building
+from ...building import Building, FirstChunk
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...feature import Feature, Run
-from ...hooks import Hook, hooked
+from ...hooks import Hook, bound, hooked
 from ...layout import LayerPattern, vee_layout
-from ...model_classes import hybrid_model_has_chunks, require_placed
+from ...model_classes import generates, hybrid_model_has_chunks, no_text, require_placed
 from ...targets import (
     BRIDGE_EMBEDDINGS,
     CONFIG_POST_INIT,
@@ -55,7 +55,7 @@ class VPlacement(Feature):
         self._name = run.request.name
         self._relay = Relay()
         self._roles = Roles(run.training or "megatron.training" in sys.modules)
-        self._first_chunk: Callable[[], Any] = lambda: None  # that was built last
+        self._first_chunk = FirstChunk("a model with tied weights under V placement")
         # Models with tied embeddings, and those whose gradients of both copies are not added yet.
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._apart: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -101,31 +101,28 @@ class VPlacement(Feature):
     def _model_init(
         self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
     ) -> None:
-        signature = inspect.signature(original)
-        if "vp_stage" not in signature.parameters:
+        if "vp_stage" not in inspect.signature(original).parameters:
             raise ConfigError(
                 f"this Megatron's {type(model).__name__} has one chunk a rank and cannot be placed "
                 "as a V; use a schedule with one chunk, e.g. --pp-schedule zb-h1, or megatron-core "
                 "0.17 or newer"
             )
-        bound = signature.bind(model, *args, **kwargs)
-        vp_stage = bound.arguments.get("vp_stage")
+        call = bound(original, model, *args, **kwargs)
+        vp_stage = call.arguments.get("vp_stage")
         if vp_stage is None:
             original(model, *args, **kwargs)
             return
         setattr(model, _PLACED, True)
         rank = pp_rank()
-        bound.arguments["pre_process"] = is_first_stage(rank, vp_stage)
-        bound.arguments["post_process"] = is_last_stage(rank, vp_stage)
-        original(*bound.args, **bound.kwargs)
+        call.arguments["pre_process"] = is_first_stage(rank, vp_stage)
+        call.arguments["post_process"] = is_last_stage(rank, vp_stage)
+        original(*call.args, **call.kwargs)
         if model.pre_process:
-            self._first_chunk = weakref.ref(model)
+            self._first_chunk.set(model)
         elif model.post_process and has_second_embedding(model):
             # Megatron starts the second copy at zero and fills it by an all-reduce between first
             # and last rank; here both copies are on this rank, and chunk 0 was built just before.
-            first = self._first_chunk()
-            if first is None:
-                raise RuntimeError("tied weights under V placement need chunk 0 built first")
+            first = self._first_chunk.get()
             with torch.no_grad():
                 mine = model.shared_embedding_or_output_weight()
                 mine.copy_(first.shared_embedding_or_output_weight())
@@ -163,12 +160,9 @@ class VPlacement(Feature):
         self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         # Inference passes tensors from rank to rank itself, in the order of Megatron's placement.
-        if any(kwargs.get(name) is not None for name in ("inference_context", "inference_params")):
-            raise ConfigError(
-                "a model in V placement cannot generate text: inference runs its own pipeline in "
-                "Megatron's order of stages; start it without --pp-schedule (a torch_dist "
-                "checkpoint loads there)"
-            )
+        if generates(kwargs):
+            why = "inference runs its own pipeline in Megatron's order of stages"
+            raise no_text("in V placement", why, "--pp-schedule")
         return original(model, *args, **kwargs)
 
     @hooked(

@@ -6,12 +6,18 @@ import math
 from collections.abc import Sequence
 
 from ...arguments import MegatronArgs
-from ...callbacks import Callback
+from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...feature import Conflict, Feature, Flag, Needs, Run, require_no_conflict
+from ...gradients import gradient_hook, require_gradient_hooks
+from ...hooks import Hook
 from ...layout import predicts_early
+from ...utils import LastModels
+from .ends import FLAG, require_no_hooks
+from .model import SharedOut, require_divisible
+from .passes import runner_of
 
-_FLAG, _CHUNKS = "--pp-vocab-parallel", "--pp-vocab-chunks"
+_CHUNKS = "--pp-vocab-chunks"
 _GRAPHS = "passes of the vocabulary run between captured layers, in an order of their own; drop it"
 _LOGITS = "no rank has a token's logits; drop it"
 
@@ -32,12 +38,55 @@ class _Saved(Conflict):
         return super().found(args) if args.save or loads else None
 
 
-class VocabularyParallel(Feature):
-    """On with ``--pp-vocab-parallel``."""
+_CONFLICTS: tuple[Conflict, ...] = (
+    Conflict("--use-mup", "it scales embeddings and logits of whole matrices; drop it"),
+    Conflict(
+        "--variable-seq-lengths",
+        "the ranks exchange hidden states of one shape; pad sequences and drop it",
+    ),
+    Conflict(
+        "--init-model-with-meta-device",
+        "parts are cut from matrices that have their initial values; drop it",
+    ),
+    _Given(
+        "--pp-post-validation",
+        "embeddings of the next iteration would need all ranks' steps; drop it",
+    ),
+    _Given(
+        "--pp-profile",
+        "measured times of the last stage have the whole output layer in them; drop it and "
+        "give --pp-cost",
+    ),
+    _Given(
+        "--pp-profile-steps",
+        "times of the vocabulary's passes are not measured; drop it and give --pp-cost",
+    ),
+    Conflict("--cuda-graph-impl", _GRAPHS, off=("none",)),
+    Conflict("--enable-cuda-graph", _GRAPHS),
+    Conflict("--external-cuda-graph", _GRAPHS),
+    Conflict("--fp8-output-proj", "the output layer's parts are multiplied unquantized; drop it"),
+    Conflict("--output-logit-dtype", "logits have the type of the parameters, then fp32; drop it"),
+    Conflict(
+        "--tensor-parallel-num-weight-shards",
+        "it shards the vocabulary in another way; drop it",
+    ),
+    Conflict("--logits-save-dir", _LOGITS),
+    Conflict("--logits-load-dir", _LOGITS),
+    Conflict("--export-kd-teacher-load", _LOGITS),
+    _Saved(
+        "--ckpt-format",
+        "it names tensors by rank, and no rank has a whole matrix; use torch_dist",
+        off=("torch_dist",),
+    ),
+)
+
+
+class VocabularyParallel(SharedOut, Feature):
+    """On with ``--pp-vocab-parallel``: runs the vocabulary's passes of every iteration."""
 
     flags = (
         Flag(
-            _FLAG,
+            FLAG,
             "give every pipeline rank an equal part of the embedding and the output layer, so that "
             "passes take equal time and memory",
             switch=True,
@@ -46,70 +95,26 @@ class VocabularyParallel(Feature):
         ),
         Flag(
             _CHUNKS,
-            f"with {_FLAG}: chunks of a microbatch's tokens whose logits exist at a time; with 1, "
+            f"with {FLAG}: chunks of a microbatch's tokens whose logits exist at a time; with 1, "
             "the default, a rank keeps its part of the probabilities for the weight gradient, with "
             "more it computes them again",
             "N",
             int,
             least=1,
-            needs=Needs({_FLAG: ()}, _FLAG),
+            needs=Needs({FLAG: ()}, FLAG),
         ),
     )
-    conflicts = (
-        Conflict("--use-mup", "it scales embeddings and logits of whole matrices; drop it"),
-        Conflict(
-            "--variable-seq-lengths",
-            "the ranks exchange hidden states of one shape; pad sequences and drop it",
-        ),
-        Conflict(
-            "--init-model-with-meta-device",
-            "parts are cut from matrices that have their initial values; drop it",
-        ),
-        _Given(
-            "--pp-post-validation",
-            "embeddings of the next iteration would need all ranks' steps; drop it",
-        ),
-        _Given(
-            "--pp-profile",
-            "measured times of the last stage have the whole output layer in them; drop it and "
-            "give --pp-cost",
-        ),
-        _Given(
-            "--pp-profile-steps",
-            "times of the vocabulary's passes are not measured; drop it and give --pp-cost",
-        ),
-        Conflict("--cuda-graph-impl", _GRAPHS, off=("none",)),
-        Conflict("--enable-cuda-graph", _GRAPHS),
-        Conflict("--external-cuda-graph", _GRAPHS),
-        Conflict(
-            "--fp8-output-proj", "the output layer's parts are multiplied unquantized; drop it"
-        ),
-        Conflict(
-            "--output-logit-dtype", "logits have the type of the parameters, then fp32; drop it"
-        ),
-        Conflict(
-            "--tensor-parallel-num-weight-shards",
-            "it shards the vocabulary in another way; drop it",
-        ),
-        Conflict("--logits-save-dir", _LOGITS),
-        Conflict("--logits-load-dir", _LOGITS),
-        Conflict("--export-kd-teacher-load", _LOGITS),
-        _Saved(
-            "--ckpt-format",
-            "it names tensors by rank, and no rank has a whole matrix; use torch_dist",
-            off=("torch_dist",),
-        ),
-    )
+    conflicts = _CONFLICTS
 
     def check(self, run: Run) -> None:
         args, chunks = run.args, run.args.pp_vocab_chunks
         if run.request is None or not args.pp_vocab_parallel:
             return
-        require_no_conflict(args, self.conflicts, {"": _FLAG})
+        require_no_conflict(args, self.conflicts, {"": FLAG})
         layout = args.pipeline_model_parallel_layout
         if isinstance(layout, str) and predicts_early(layout):
             raise ConfigError(
-                f"{_FLAG} takes the hidden states of multi-token prediction from the last stage, "
+                f"{FLAG} takes the hidden states of multi-token prediction from the last stage, "
                 f"but --pipeline-model-parallel-layout {layout} has its layers (m) before that; "
                 "put them on the last stage, as in 'tmL'"
             )
@@ -117,7 +122,7 @@ class VocabularyParallel(Feature):
         run.notices += [] if notice is None else [notice]
         if getattr(args, "cross_entropy_loss_fusion", False):
             run.notices.append(
-                f"{_FLAG} computes the loss from parts of the logits on all ranks, "
+                f"{FLAG} computes the loss from parts of the logits on all ranks, "
                 f"{chunks or 1} chunk{'s' * ((chunks or 1) > 1)} of tokens at a time; "
                 "--cross-entropy-loss-fusion has no effect"
             )
@@ -130,22 +135,33 @@ class VocabularyParallel(Feature):
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.args.pp_vocab_parallel:
             return ()
-        from ...gradients import gradient_hook
-        from .callback import ShardedVocabulary
-        from .model import hooks
-
         assert run.pipeline is not None
-        found = hooks(run.request.vee, run.training)
-        if not run.request.splits_backward:  # which keeps Megatron's hook, too
-            found = (*found, gradient_hook())
-        chunks = run.args.pp_vocab_chunks or 1
-        return (ShardedVocabulary(run.pipeline.messages, chunks, found),)
+        self._run, self.vee = run, run.request.vee
+        self._messages, self._chunks = run.pipeline.messages, run.args.pp_vocab_chunks or 1
+        self._checked = LastModels()
+        return (self,)
+
+    def hooks(self) -> Sequence[Hook]:
+        run = self._run
+        assert run.request is not None
+        found = [*super().hooks(), *(self.script_hooks() if run.training else ())]
+        # A schedule that splits backward passes keeps Megatron's hook, too.
+        return found if run.request.splits_backward else [*found, gradient_hook()]
+
+    def begin(self, step: Step) -> None:
+        models = step.call.iteration.models
+        if not self._checked.are(models):
+            require_gradient_hooks(models)
+            self._checked.set(models)
+        require_no_hooks(models)  # in every step: they cost microseconds, and hooks may come late
+        step.runner_type = runner_of(step, self._messages, self._chunks)
+
+    def close(self) -> None:
+        self._checked = LastModels()
 
 
 def _require_padded(args: MegatronArgs) -> bool:
     """True if the padded size of the vocabulary is known; it must suit all ranks."""
-    from .model import require_divisible
-
     padded = getattr(args, "padded_vocab_size", None)  # a tokenizer may yet determine it
     if padded is None:
         return False
@@ -167,6 +183,6 @@ def _pad(args: MegatronArgs) -> str | None:
     if after == before:
         return None
     return (
-        f"{_FLAG} pads the vocabulary to a multiple of {after * tp} entries, not of "
+        f"{FLAG} pads the vocabulary to a multiple of {after * tp} entries, not of "
         f"{before * tp}, as with --make-vocab-size-divisible-by {after}"
     )

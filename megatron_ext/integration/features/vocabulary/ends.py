@@ -3,8 +3,8 @@ the output layer, and the rest of the model behind it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...hooks import Hook, around
-from ...targets import GPT_FORWARD, GPT_POSTPROCESS, MTP_ACCEPTANCE
+from ...hooks import bound, hooked
+from ...model_classes import generates, no_text
+from ...targets import GPT_FORWARD, GPT_POSTPROCESS, GPT_STATE, MTP_ACCEPTANCE
 from ...utils import unwrapped
 
 FLAG = "--pp-vocab-parallel"
@@ -218,65 +219,6 @@ def _hooked(module: str, kind: str, hook: Any, wanted: str) -> ConfigError:
     )
 
 
-def end_hooks() -> tuple[Hook, ...]:
-    """What makes Megatron's model stop before its output layer."""
-    acceptance = Hook(
-        MTP_ACCEPTANCE,
-        around(_acceptance),
-        "tokens that multi-token prediction gets right would be counted without logits",
-    )
-    return (
-        Hook(GPT_FORWARD, _model_forward, "text would be generated from hidden states"),
-        Hook(GPT_POSTPROCESS, _postprocess, "hidden states would be taken for logits"),
-        *((acceptance,) if MTP_ACCEPTANCE.exists else ()),
-    )
-
-
-def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-    generating = ("inference_context", "inference_params", "output_processor")
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        last = isinstance(getattr(self, "output_layer", None), HiddenStates)
-        if any(given.get(x) is not None for x in generating) or (
-            last and given.get("labels") is None
-        ):
-            raise ConfigError(
-                f"{FLAG} has no rank with logits, so this model computes losses of labels and "
-                f"cannot generate text; start it without {FLAG} (a torch_dist checkpoint loads "
-                "there)"
-            )
-        return original(self, *args, **kwargs)
-
-    return forward
-
-
-def _postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def _postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = getattr(self, "output_layer", None)
-        if not isinstance(layer, HiddenStates):
-            return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        given = bound.arguments
-        given["mtp_in_postprocess"] = hasattr(self, "mtp")
-        needed = {name: given.get(name) for name in given if name in _KEPT}
-        others = [p.name for p in signature.parameters.values() if p.default is p.empty]
-        rest = {name: None for name in others if name not in ("self", "hidden_states")}
-        layer.end = End(given["labels"], {**rest, **needed}, functools.partial(original, self))
-        self.post_process = False
-        try:
-            return original(*bound.args, **bound.kwargs)
-        finally:
-            self.post_process = True
-
-    return _postprocess
-
-
 def losses_of(labels: Tensor, logits: Tensor) -> Tensor:
     """In place of the model's ``compute_language_model_loss``, for what ``End.losses`` gave it.
 
@@ -290,20 +232,73 @@ def losses_of(labels: Tensor, logits: Tensor) -> Tensor:
     return logits[..., 0].t().contiguous()
 
 
-def _acceptance(
-    original: Callable[..., Any],
-    mtp_logits: Tensor,
-    mtp_labels: Tensor,
-    loss_mask: Tensor,
-    output_layer: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    if not isinstance(output_layer, HiddenStates):
-        found: tuple[Tensor, Tensor] = original(
-            mtp_logits, mtp_labels, loss_mask, output_layer, *args, **kwargs
-        )
-        return found
-    counted = loss_mask.bool()
-    right = mtp_logits[..., 1].detach().t() == mtp_labels
-    return (right & counted).sum().float(), counted.sum().float()
+@contextlib.contextmanager
+def _without_last_stage(model: Any) -> Iterator[None]:
+    """Inside, Megatron takes a chunk for one without output layer and loss."""
+    model.post_process = False
+    try:
+        yield
+    finally:
+        model.post_process = True
+
+
+class Ends:
+    """Where Megatron's model stops before its output layer."""
+
+    @hooked(GPT_FORWARD, "text would be generated from hidden states")
+    def _forward(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = bound(original, model, *args, **kwargs).arguments
+        last = isinstance(getattr(model, "output_layer", None), HiddenStates)
+        processed = given.get("output_processor") is not None
+        if generates(given) or processed or (last and given.get("labels") is None):
+            why = "no rank has logits, only the losses of labels are computed"
+            raise no_text(f"under {FLAG}", why, FLAG)
+        return original(model, *args, **kwargs)
+
+    @hooked(GPT_POSTPROCESS, "hidden states would be taken for logits")
+    def _postprocess(
+        self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        layer = getattr(model, "output_layer", None)
+        if not isinstance(layer, HiddenStates):
+            return original(model, *args, **kwargs)
+        call = bound(original, model, *args, **kwargs)
+        given = call.arguments
+        given["mtp_in_postprocess"] = hasattr(model, "mtp")
+        needed = {name: given.get(name) for name in given if name in _KEPT}
+        others = [p.name for p in call.signature.parameters.values() if p.default is p.empty]
+        rest = {name: None for name in others if name not in ("self", "hidden_states")}
+        run = functools.partial(original, model)
+        layer.end = End(given["labels"], {**rest, **needed}, run)
+        with _without_last_stage(model):
+            return original(*call.args, **call.kwargs)
+
+    @hooked(GPT_STATE, "a checkpoint would look for the whole output layer")
+    def _sharded_state_dict(
+        self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        last = isinstance(getattr(model, "output_layer", None), HiddenStates)
+        # Stock takes the output layer's weight out of the state of a stage that has the loss.
+        with _without_last_stage(model) if last else contextlib.nullcontext():
+            return original(model, *args, **kwargs)
+
+    @hooked(
+        MTP_ACCEPTANCE,
+        "tokens that multi-token prediction gets right would be counted without logits",
+        when=lambda self: MTP_ACCEPTANCE.exists,
+    )
+    def _acceptance(
+        self,
+        original: Callable[..., Any],
+        mtp_logits: Tensor,
+        mtp_labels: Tensor,
+        loss_mask: Tensor,
+        output_layer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(output_layer, HiddenStates):
+            return original(mtp_logits, mtp_labels, loss_mask, output_layer, *args, **kwargs)
+        counted = loss_mask.bool()
+        right = mtp_logits[..., 1].detach().t() == mtp_labels
+        return (right & counted).sum().float(), counted.sum().float()

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,20 +22,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ....runtime.weight_hooks import foreign_hooks
-from ...building import Building
+from ...building import Building, FirstChunk
 from ...errors import ConfigError
-from ...hooks import Hook, around
-from ...targets import GPT_INIT, GPT_STATE, HYBRID_INIT
+from ...hooks import Hook, bound, hooked
+from ...targets import GPT_INIT, HYBRID_INIT
 from ...utils import unwrapped
-from .ends import (
-    FLAG,
-    HiddenStates,
-    SharedEmbedding,
-    end_hooks,
-    losses_of,
-    with_hooks_of,
-)
+from .ends import FLAG, Ends, HiddenStates, SharedEmbedding, losses_of, with_hooks_of
 
+_LOADED = "a model without shards would be loaded before it is refused"
 _SHARD = "vocabulary"  # the shard's name in a rank's first chunk
 # Names in checkpoints, and in Megatron's own model.
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -147,32 +139,6 @@ def require_divisible(rows: int, pp: int, tp: int) -> None:
         )
 
 
-def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
-    """What makes Megatron build and save a model with a sharded vocabulary.
-
-    Args:
-        vee: the first pipeline rank holds the last stage too; else the last rank does.
-        training: Megatron's training package is in use.
-    """
-    loaded = "a model without shards would be loaded before it is refused"
-    script = Building(loaded, finished=whole_until_called, built=shard_of).hooks
-    return (
-        Hook(
-            GPT_INIT,
-            lambda original: _model_init(original, vee),
-            "the first and the last rank would hold all of the vocabulary",
-        ),
-        *end_hooks(),
-        Hook(
-            GPT_STATE,
-            around(_sharded_state_dict),
-            "a checkpoint would look for the whole output layer",
-        ),
-        Hook(HYBRID_INIT, around(_refused), loaded),
-        *(script() if training else ()),
-    )
-
-
 @dataclass(frozen=True)
 class _Pipeline:
     """The ranks that share a model's vocabulary.
@@ -238,57 +204,66 @@ class _Pipeline:
         return [counted[0] > 0, counted[2] > 0]
 
 
-def _model_init(original: Callable[..., None], vee: bool) -> Callable[..., None]:
-    signature = inspect.signature(original)
-    first_chunk: weakref.ref[Any] | None = None
+class SharedOut(Ends):
+    """Where Megatron builds a model, whose vocabulary is shared out.
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal first_chunk
-        bound = signature.bind(self, *args, **kwargs)
-        given, config = bound.arguments, bound.arguments["config"]
+    Attributes:
+        vee: the first pipeline rank holds the last stage too; else the last rank does.
+    """
+
+    vee = False
+
+    def __init__(self) -> None:
+        self._first = FirstChunk(FLAG)
+        self._later: list[Callable[[], None]] | None = None
+
+    @hooked(GPT_INIT, "the first and the last rank would hold all of the vocabulary")
+    def _model_init(
+        self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        given = bound(original, model, *args, **kwargs).arguments
+        config = given["config"]
         pp, tp = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
         # Before the original, which waits for the other end of a tied model.
         require_divisible(given["vocab_size"], pp, tp)
-        original(self, *args, **kwargs)
-        tied = self.share_embeddings_and_output_weights
+        original(model, *args, **kwargs)
+        tied = model.share_embeddings_and_output_weights
         # There are no two copies to be reduced, and none to be tied in a checkpoint.
-        self.share_embeddings_and_output_weights = False
+        model.share_embeddings_and_output_weights = False
         stage = given.get("vp_stage") or 0
         if stage == 0:
-            first_chunk = weakref.ref(self)
+            self._first.set(model)
         if stage != (config.virtual_pipeline_model_parallel_size or 1) - 1:
             return
-        first = None if first_chunk is None else first_chunk()
-        if first is None:
-            raise RuntimeError(f"{FLAG} needs a rank's first chunk built before its last one")
-        first_chunk = None
-        place = _Pipeline(self.pp_group, self.tp_group.rank(), tp, 0 if vee else pp - 1)
+        last = 0 if self.vee else pp - 1
+        place = _Pipeline(model.pp_group, model.tp_group.rank(), tp, last)
         rows = given["vocab_size"] // (pp * tp)
-        share = functools.partial(_share_out, first, self, tied, rows, place)
-        share() if _later is None else _later.append(share)
+        share = functools.partial(_share_out, self._first.get(), model, tied, rows, place)
+        share() if self._later is None else self._later.append(share)
 
-    return __init__
+    @hooked(HYBRID_INIT, _LOADED)
+    def _other_init(
+        self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        raise _other_model(model)
 
+    def script_hooks(self) -> list[Hook]:
+        """Where Megatron's training scripts build models."""
+        return Building(_LOADED, finished=self.whole_until_called, built=shard_of).hooks()
 
-# What shares out the models that the script is building.
-_later: list[Callable[[], None]] | None = None
+    @contextlib.contextmanager
+    def whole_until_called(self) -> Iterator[Callable[[], None]]:
+        """Models that are built inside keep whole matrices until what it yields is called."""
+        before, self._later = self._later, []
 
+        def share_out() -> None:
+            while self._later:
+                self._later.pop(0)()
 
-@contextlib.contextmanager
-def whole_until_called() -> Iterator[Callable[[], None]]:
-    """Models that are built inside keep whole matrices until what it yields is called."""
-    global _later
-    before, _later = _later, []
-
-    def share_out() -> None:
-        while _later:
-            _later.pop(0)()
-
-    try:
-        yield share_out
-    finally:
-        _later = before
+        try:
+            yield share_out
+        finally:
+            self._later = before
 
 
 def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -> None:
@@ -328,21 +303,6 @@ def _parameter(rows: Tensor, frozen: bool) -> Parameter:
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     return parameter
-
-
-def _sharded_state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(getattr(self, "output_layer", None), HiddenStates):
-        return original(self, *args, **kwargs)
-    # Stock takes the output layer's weight out of the state of a stage that has the loss.
-    self.post_process = False
-    try:
-        return original(self, *args, **kwargs)
-    finally:
-        self.post_process = True
-
-
-def _refused(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    raise _other_model(self)
 
 
 def _other_model(model: Any) -> ConfigError:

@@ -21,7 +21,7 @@ from ....runtime.weight_hooks import foreign_hooks
 from ....schedule.schedule import Schedule
 from ....schedule.vocabulary import G, T
 from ...gradients import add, finish, mark_added
-from ...runner import MegatronRunner, beneath
+from ...runner import MegatronRunner
 from ...split_local import accumulate_fused
 from ...utils import unwrapped
 from .ends import FLAG, End, depths_of, embedding_of, hidden_of, rolled
@@ -272,14 +272,6 @@ class VocabularyRunner(MegatronRunner):
             finish(weight)
         if last:
             self.chunk_done(0)
-
-
-def runner_of(
-    found: Callable[..., MegatronRunner] | None,
-    passes: Callable[[VocabularyRunner], VocabularyPasses],
-) -> Callable[..., MegatronRunner]:
-    """Makes the runner beneath what ``found`` makes, which may cut microbatches."""
-    return beneath(found, VocabularyRunner, passes=passes)
 
 
 def _sum(weight: torch.Tensor, gradient: Any) -> torch.Tensor:

@@ -1,50 +1,32 @@
-"""What ``--pp-vocab-parallel`` puts in force for a run: the passes of every iteration."""
+"""The vocabulary's passes of one iteration."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from ....runtime.collectives import collectives
 from ....runtime.edges import MessageOptions
 from ....runtime.vocabulary import Batch, VocabularyPasses
 from ....runtime.vocabulary_shards import EmbeddingShard, OutputShard, TensorRanks
-from ...callbacks import Callback, Step
+from ...callbacks import Step
 from ...errors import ConfigError
-from ...gradients import require_gradient_hooks
-from ...hooks import Hook
-from ...utils import LastModels, unwrapped
-from .ends import FLAG, depths_of, require_no_hooks
+from ...runner import MegatronRunner, beneath
+from ...utils import unwrapped
+from .ends import FLAG, depths_of
 from .model import shard_of
-from .run import VocabularyRunner, runner_of
+from .run import VocabularyRunner
 
 
-class ShardedVocabulary(Callback):
-    """Runs the vocabulary passes of every iteration.
+def runner_of(step: Step, messages: MessageOptions, chunks: int) -> Callable[..., MegatronRunner]:
+    """Makes the runner of a step, beneath what makes one that may cut microbatches.
 
     Args:
         messages: how the collectives' communicator is made.
         chunks: of tokens, in the cross entropy.
     """
-
-    def __init__(self, messages: MessageOptions, chunks: int, hooks: Sequence[Hook]) -> None:
-        self._messages, self._chunks, self._hooks = messages, chunks, hooks
-        self._checked = LastModels()
-
-    def hooks(self) -> Sequence[Hook]:
-        return self._hooks
-
-    def begin(self, step: Step) -> None:
-        models = step.call.iteration.models
-        if not self._checked.are(models):
-            require_gradient_hooks(models)
-            self._checked.set(models)
-        require_no_hooks(models)  # in every step: they cost microseconds, and hooks may come late
-        passes = functools.partial(_passes, step, self._messages, self._chunks)
-        step.runner_type = runner_of(step.runner_type, passes)
-
-    def close(self) -> None:
-        self._checked = LastModels()
+    passes = functools.partial(_passes, step, messages, chunks)
+    return beneath(step.runner_type, VocabularyRunner, passes=passes)
 
 
 def _passes(
