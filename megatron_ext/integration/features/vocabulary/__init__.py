@@ -78,7 +78,7 @@ class VocabularyParallel(Feature):
             "--pp-profile-steps",
             "times of the vocabulary's passes are not measured; drop it and give --pp-cost",
         ),
-        Conflict("--cuda-graph-impl", _GRAPHS, off=("none",)),
+        Conflict("--cuda-graph-impl", _GRAPHS),
         Conflict("--enable-cuda-graph", _GRAPHS),
         Conflict("--external-cuda-graph", _GRAPHS),
         Conflict(
