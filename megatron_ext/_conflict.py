@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._input import attribute
+from ._megatron_flags import NEUTRAL
 
 # Where the argument is not named as the flag.
 _RENAMED = {
@@ -23,7 +24,7 @@ class Conflict:
     Attributes:
         flag: as the user wrote it.
         reason: why, and what to do instead; completes "X does not support FLAG VALUE: ...".
-        off: values that mean "not in use", besides all false ones.
+        off: values that do not conflict, besides false and neutral ones (``NEUTRAL``).
         values: the values that conflict, for options that take several; empty: all but ``off``.
         only: the part of the feature that it concerns, e.g. "V placement"; empty: all of it.
         beside: another flag, without which this one has no effect and does not conflict.
@@ -46,7 +47,7 @@ class Conflict:
         if self.beside and not getattr(args, argument(self.beside), None):
             return None
         value = getattr(args, self.attribute, None)
-        if not value or value in self.off:
+        if not value or value in self.off or str(value) in NEUTRAL.get(self.flag, ()):
             return None
         if value is True:
             return ""

@@ -166,6 +166,64 @@ COMPARED = {
     **{"--ckpt-format": "torch_dist", "--no-check-for-nan-in-loss-and-grad": None},
     "--rerun-mode": "disabled",
 }
+# What a command says of its model and batch; no comparison runs without these.
+KEPT = (
+    *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads"),
+    *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--global-batch-size"),
+    *("--vocab-size", "--make-vocab-size-divisible-by", "--train-iters", *COMPARED),
+)
+# Values that mean "not in use".
+NEUTRAL = {
+    **dict.fromkeys(("--attention-dropout", "--hidden-dropout"), ("0", "0.0")),
+    **{"--moe-input-jitter-eps": ("0", "0.0"), "--lr-decay-style": ("constant",)},
+    **{"--rerun-mode": ("disabled",), "--cuda-graph-impl": ("none",), "--pp-offload": ("off",)},
+    **{"--context-parallel-size": ("1",), "--num-distributed-optimizer-instances": ("1",)},
+    **{"--mlp-chunks-for-training": ("1",), "--cpu-offloading-num-layers": ("0",)},
+}
+# Small runs: the most that a number may be, and what other sizes become (``prove.shrink``).
+MOST = {
+    **{"--tensor-model-parallel-size": 2, "--pipeline-model-parallel-size": 4},
+    **{"--context-parallel-size": 2, "--expert-model-parallel-size": 2},
+    **{"--expert-tensor-parallel-size": 2, "--num-distributed-optimizer-instances": 2},
+    **{"--micro-batch-size": 2, "--recompute-num-layers": 1, "--mtp-num-layers": 2},
+    **{"--moe-router-topk": 2, "--moe-router-num-groups": 2, "--moe-router-group-topk": 1},
+    "--pp-slices": 4,
+}
+SMALL = {
+    **dict.fromkeys(("--kv-channels", "--qk-head-dim", "--qk-pos-emb-head-dim"), "head"),
+    **dict.fromkeys(("--v-head-dim", "--mamba-head-dim", "--mamba-state-dim"), "head"),
+    **dict.fromkeys(("--linear-key-head-dim", "--linear-value-head-dim"), "head"),
+    **dict.fromkeys(("--q-lora-rank", "--kv-lora-rank", "--moe-latent-size"), "half"),
+    **dict.fromkeys(("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"), "hidden"),
+    **{"--mamba-num-groups": "tp", "--mamba-num-heads": "heads"},
+    **dict.fromkeys(("--linear-num-key-heads", "--linear-num-value-heads"), "two a tp"),
+}
+# What they do not keep, by the beginning of its name, and why.
+_SHORT = "the sequence is short"
+_16_BIT = "Megatron has it for 16-bit models only"
+NOT_KEPT = {
+    "--hierarchical-context-parallel-sizes": "two CP ranks have none",
+    "--cp-comm-type": "needs a GPU",
+    "--overlap-param-gather-with-optimizer-step": "not with distributed checkpoints",
+    **{"--original-max-position-embeddings": _SHORT, "--window-size": _SHORT},
+    "--decoder-seq-length": _SHORT,
+    "--pp-reorder-microbatches": "microbatches are compared by their place",
+    **{"--overlap-moe-expert-parallel-comm": _16_BIT, "--delay-wgrad-compute": _16_BIT},
+}
+# Values that others replace, and why; an empty one: nothing does.
+_MUON = "it orthogonalizes each rank's part of a weight by itself"
+_BALANCE = "--moe-router-load-balancing-type"
+_COUNTS = "it counts tokens of the ranks' batches before this one"
+REPLACEMENTS = (
+    ("--moe-token-dispatcher-type", "flex", "alltoall", "a dispatcher of GPUs"),
+    (_BALANCE, "global_aux_loss", "aux_loss", _COUNTS),
+    (_BALANCE, "sinkhorn", "none", "it balances each rank's own tokens"),
+    ("--optimizer", "muon", "adam", _MUON),
+    ("--optimizer", "dist_muon", "adam", _MUON),
+    ("--recompute-modules", "moe_act", "", "needs grouped products of experts"),
+)
+# Fully sharded data parallelism, which no CPU rank runs.
+SHARDED = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
 # Flags that one value follows whatever it is: it is replaced, or dropped with its flag.
 REPLACED = ("--lr", "--min-lr", "--train-iters", "--train-samples", "--seed", "--vocab-size")
 # Of what is dropped, what the numbers of later steps depend on, by the beginning of its name.

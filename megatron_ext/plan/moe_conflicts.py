@@ -137,10 +137,8 @@ CONFLICTS = (
         values=("expert_fc1", "moe_act", "fused_group_mlp"),
     ),
     Conflict("--moe-paged-stash", f"{_ONE_CALL}; --moe-memory-reuse s1 offloads too"),
-    Conflict(
-        "--cpu-offloading-num-layers", _ONE_CALL + " and use --moe-memory-reuse s1", off=("0",)
-    ),
-    Conflict("--mlp-chunks-for-training", "it cuts before routing; drop it", off=(1, "1")),
+    Conflict("--cpu-offloading-num-layers", _ONE_CALL + " and use --moe-memory-reuse s1"),
+    Conflict("--mlp-chunks-for-training", "it cuts before routing; drop it"),
     Conflict("--enable-cuda-graph", _WHOLE),
     Conflict("--cuda-graph-impl", _WHOLE, values=("local", "full_iteration")),
     _CapturedExperts("--cuda-graph-modules", f"chunks have the sizes of the routing; {_ATTENTION}"),

@@ -27,7 +27,6 @@ CONFLICTS = (
         "--pp-offload",
         "Megatron's plans of layers keep tensors between a layer's parts, beside those that "
         "autograd saves and offload could move; drop it, or use --pp-memory-cap",
-        off=("off",),
     ),
     Conflict(
         "--pp-vocab-parallel",
@@ -52,7 +51,7 @@ CONFLICTS = (
         "its exchange is no all-to-all that could be started by itself; use alltoall or flex",
         values=("allgather",),
     ),
-    Conflict("--cuda-graph-impl", _GRAPHS, ("none",)),
+    Conflict("--cuda-graph-impl", _GRAPHS),
     Conflict("--enable-cuda-graph", _GRAPHS),
     Conflict("--external-cuda-graph", _GRAPHS),
 )

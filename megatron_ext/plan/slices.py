@@ -43,7 +43,7 @@ CONFLICTS = (
         "--mtp-use-repeated-layer",
         "recompute could not tell the depths of one layer apart; drop it",
     ),
-    Conflict("--context-parallel-size", "it cuts sequences, too; drop it", off=(1,)),
+    Conflict("--context-parallel-size", "it cuts sequences, too; drop it"),
     Conflict("--sliding-window-size", "its mask is not cut; drop it"),
     _WithEngine(
         "--window-size", "no kernel was tested that has both; drop it, or use "
@@ -53,7 +53,7 @@ CONFLICTS = (
     Conflict("--hybrid-layer-pattern", "recurrent layers have no slices; drop it"),
     Conflict("--hybrid-override-pattern", "recurrent layers have no slices; drop it"),
     Conflict("--fp8-format", "its attention takes whole sequences; drop it"),
-    Conflict("--cuda-graph-impl", "a captured layer has one length; drop it", off=("none",)),
+    Conflict("--cuda-graph-impl", "a captured layer has one length; drop it"),
     Conflict("--enable-cuda-graph", "a captured layer has one length; drop it"),
     Conflict("--external-cuda-graph", "a captured layer has one length; drop it"),
     Conflict("--overlap-moe-expert-parallel-comm", _WHOLE),

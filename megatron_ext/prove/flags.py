@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .._megatron_flags import COMPARED, LAYOUT, OURS, kind_of
+from .._megatron_flags import LAYOUT, NEUTRAL, OURS, kind_of
 from ..plan.slices import PACKED
-
-# What every run needs.
-KEPT = (
-    *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads"),
-    *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--global-batch-size"),
-    *("--vocab-size", "--make-vocab-size-divisible-by", "--train-iters", *COMPARED),
-)
 
 
 class Flags:
@@ -99,6 +92,10 @@ class Flags:
     def matching(self, prefixes: Sequence[str]) -> list[str]:
         """The names that start with one of ``prefixes``."""
         return [name for name in self._values if name.startswith(tuple(prefixes))]
+
+    def neutral(self, name: str) -> bool:
+        """True for a flag whose value means that it is not in use."""
+        return " ".join(self.values(name)) in NEUTRAL.get(name, ())
 
     def of_kind(self, *kinds: str) -> list[str]:
         """The names of these kinds."""

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .._megatron_flags import NEEDS
+from .._megatron_flags import KEPT, NEEDS
 from .compare import Comparison, compare, lost_states
-from .flags import KEPT, Flags, is_layout
+from .flags import Flags, is_layout
 from .server import Outcome, ScriptServer
 from .shrink import CP, PP, TP, Shrunk
 

@@ -17,12 +17,17 @@ from .._megatron_flags import (
     GPU,
     LATER,
     LAYOUT,
+    MOST,
+    NOT_KEPT,
     OTHER,
     OURS,
     OUTSIDE,
     PRECISION,
     RANDOM,
     RANDOM_BECAUSE,
+    REPLACEMENTS,
+    SHARDED,
+    SMALL,
 )
 from .flags import Flags
 from .patterns import Stages, frequencies, hybrid, layout, stages_of
@@ -49,9 +54,7 @@ _GIVEN = (
     ("--global-batch-size", "global batch"),
 )
 _HEAD = 8  # elements of a head
-_SLICES = 4  # of a sequence, at most
 _VOCABULARY = 64  # tokens a tensor-parallel rank
-_MUON = "it orthogonalizes each rank's part of a weight by itself"
 _TWO_CHUNKS = ("v-", "dualpipev", "auto")
 HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _FREQUENCIES = (
@@ -182,23 +185,24 @@ class Shrinker:
     def _number(self, name: str, default: int) -> int:
         return self._given.number(name, default)
 
-    def _limit(self, name: str, most: int) -> int:
-        """Set a flag that is given to at most ``most``."""
-        if name not in self._flags:
-            return most
-        value = min(self._flags.number(name, most), most)
-        self._flags.set(name, value)
-        return value
+    def _least(self, name: str, default: int = 1) -> int:
+        """A flag's number in a small run."""
+        return min(MOST[name], self._number(name, default))
+
+    def _limit(self, *names: str) -> None:
+        """Set those of these flags that are given to their numbers in a small run."""
+        for name in names:
+            if name in self._flags:
+                self._flags.set(name, min(MOST[name], self._flags.number(name, MOST[name])))
 
     def _parallel(self) -> Sizes:
         """Parallel sizes: two of each kind, four stages; fewer where the ranks do not suffice."""
         flags = self._flags
-        tp, cp = min(2, self._number(TP, 1)), min(2, self._number(CP, 1))
-        pp, ep = min(4, self._number(PP, 1)), min(2, self._number(EP, 1))
-        etp = min(2, self._number(_ETP, self._number(TP, 1)))
+        tp, pp, cp, ep = map(self._least, (TP, PP, CP, EP))
+        etp = self._least(_ETP, self._number(TP, 1))
         if "--use-tp-pp-dp-mapping" in flags and _ETP in flags and pp > 1:
             etp = max(1, tp * cp // ep)  # experts have as many data-parallel ranks as the others
-        instances = min(2, self._number(_INSTANCES, 1))
+        instances = self._least(_INSTANCES)
         # Experts need so many data-parallel ranks; two are the least that have to agree.
         experts = math.lcm(ep * etp * instances, tp * cp) // (tp * cp)
         dp = needed = math.lcm(experts, math.lcm(instances, cp) // cp)
@@ -217,14 +221,6 @@ class Shrinker:
         for name, size in sizes:
             if name in flags:
                 flags.set(name, size)
-        for name, why in (
-            ("--hierarchical-context-parallel-sizes", "two CP ranks have none"),
-            ("--cp-comm-type", "needs a GPU"),
-            ("--overlap-param-gather-with-optimizer-step", "not with distributed checkpoints"),
-        ):
-            if name in flags:
-                self._lost.append((flags.text(name), why))
-                flags.drop(name)
         if pp == 1:
             flags.drop(*LAYOUT_OF_CHUNKS)
         if _GROUP in flags:
@@ -261,8 +257,7 @@ class Shrinker:
             flags.set("--num-layers", count)
         for name in flags.matching(_FREQUENCIES):
             flags.set(name, frequencies(flags.values(name)[0], count))
-        self._limit("--recompute-num-layers", 1)
-        self._limit("--mtp-num-layers", 2)
+        self._limit("--recompute-num-layers", "--mtp-num-layers")
 
     @property
     def _folded(self) -> bool:
@@ -297,65 +292,43 @@ class Shrinker:
         hidden = _HEAD * heads
         flags.set("--hidden-size", hidden)
         flags.set("--ffn-hidden-size", 2 * hidden)
-        for name, size in (
-            ("--kv-channels", _HEAD),
-            *(("--q-lora-rank", hidden // 2), ("--kv-lora-rank", hidden // 2)),
-            *(("--qk-head-dim", _HEAD), ("--qk-pos-emb-head-dim", _HEAD), ("--v-head-dim", _HEAD)),
-            *(("--moe-ffn-hidden-size", hidden), ("--moe-shared-expert-intermediate-size", hidden)),
-            *(("--moe-latent-size", hidden // 2), ("--mamba-state-dim", 8)),
-            *(
-                ("--mamba-head-dim", _HEAD),
-                ("--mamba-num-groups", tp),
-                ("--mamba-num-heads", heads),
-            ),
-            *(("--linear-key-head-dim", _HEAD), ("--linear-value-head-dim", _HEAD)),
-            *(("--linear-num-key-heads", 2 * tp), ("--linear-num-value-heads", 2 * tp)),
-        ):
+        sizes = {"head": _HEAD, "heads": heads, "hidden": hidden, "half": hidden // 2, "tp": tp}
+        sizes["two a tp"] = 2 * tp
+        for name, size in SMALL.items():
             if name in flags:
-                flags.set(name, size)
+                flags.set(name, sizes[size])
         self._experts()
         self._lengths()
         sequence = 16 * self._small.cp
         for name in ("--seq-length", "--max-position-embeddings"):
             flags.set(name, sequence)
-        for name in ("--original-max-position-embeddings", "--window-size", "--decoder-seq-length"):
-            if name in flags:
-                self._lost.append((flags.text(name), "the sequence is short"))
-                flags.drop(name)
         # A null tokenizer may add one token.
         flags.drop("--vocab-size", "--padded-vocab-size")
         flags.set("--vocab-size", _VOCABULARY * tp - 1)
         flags.set(_DIVISIBLE, _VOCABULARY)
 
     def _lengths(self) -> None:
-        """Slices of so many tokens as a number of them; microbatches in the order given."""
-        flags, order = self._flags, "--pp-reorder-microbatches"
-        tokens = self._number("--pp-slice-tokens", 0)
+        """Slices of so many tokens as a number of them."""
+        flags, tokens = self._flags, self._number("--pp-slice-tokens", 0)
         if tokens:
             flags.drop("--pp-slice-tokens")
             flags.set("--pp-slices", max(1, -(-self._number("--seq-length", 1) // tokens)))
-        self._limit("--pp-slices", _SLICES)
-        if order in flags:
-            self._lost.append((order, "microbatches are compared by their place"))
-            flags.drop(order)
+        self._limit("--pp-slices")
 
     def _experts(self) -> None:
         flags = self._flags
         given = self._number("--num-experts", 0)
         if not given:
             return
-        groups = (
-            self._limit("--moe-router-num-groups", 2) if "--moe-router-num-groups" in flags else 1
-        )
-        topk = self._limit("--moe-router-topk", 2)
-        if "--moe-router-group-topk" in flags:
-            flags.set("--moe-router-group-topk", 1)
-        experts = min(given, max(4, 2 * self._small.ep, 2 * topk, 2 * groups))
+        groups, topk = "--moe-router-num-groups", "--moe-router-topk"
+        self._limit(groups, topk, "--moe-router-group-topk")
+        least = 2 * flags.number(topk, MOST[topk]), 2 * flags.number(groups, 1)
+        experts = min(given, max(4, 2 * self._small.ep, *least))
         flags.set("--num-experts", experts - experts % self._small.ep)
 
     def _batch(self) -> None:
         flags = self._flags
-        micro = self._limit("--micro-batch-size", 2) if "--micro-batch-size" in flags else 1
+        micro = self._least("--micro-batch-size")
         given = self._number("--global-batch-size", 0) // max(
             1, self._number("--micro-batch-size", 1)
         )
@@ -390,9 +363,11 @@ def _drop(flags: Flags) -> list[tuple[str, str]]:
     Raises:
         ValueError: nothing would be left of the layout.
     """
+    for name in flags.matching(SHARDED):
+        raise ValueError(f"{name}: fully sharded data parallelism does not run on CPU ranks")
     lost = []
     for name, why in ((name, LATER[key]) for key in LATER for name in flags.matching([key])):
-        if flags.values(name) != ["constant"]:
+        if not flags.neutral(name):
             lost.append((flags.text(name), why))
     flags.drop(*flags.of_kind(OUTSIDE))
     for kind, why in (
@@ -403,37 +378,22 @@ def _drop(flags: Flags) -> list[tuple[str, str]]:
             lost.append((flags.text(name), why))
             flags.drop(name)
     for name in flags.of_kind(RANDOM):
-        if flags.values(name) not in (["0"], ["0.0"]):
+        if not flags.neutral(name):
             lost.append((flags.text(name), RANDOM_BECAUSE[name]))
         flags.drop(name)
-    for name in flags.matching(("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")):
-        lost.append((name, "Megatron has it for 16-bit models only"))
-        flags.drop(name)
-    for name in flags.matching(("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")):
-        raise ValueError(f"{name}: fully sharded data parallelism does not run on CPU ranks")
-    for name, old, new, why in (
-        ("--moe-token-dispatcher-type", "flex", "alltoall", "a dispatcher of GPUs"),
-        (
-            *("--moe-router-load-balancing-type", "global_aux_loss", "aux_loss"),
-            "it counts tokens of the ranks' batches before this one",
-        ),
-        (
-            *("--moe-router-load-balancing-type", "sinkhorn", "none"),
-            "it balances each rank's own tokens",
-        ),
-        ("--optimizer", "muon", "adam", _MUON),
-        ("--optimizer", "dist_muon", "adam", _MUON),
+    for name, why in (
+        (name, why) for key, why in NOT_KEPT.items() for name in flags.matching([key])
     ):
+        lost.append((flags.text(name), why))
+        flags.drop(name)
+    for name, old, new, why in REPLACEMENTS:
         values = flags.values(name)
         if old in values:
             lost.append((f"{name} {old}", why))
-            flags.set(name, *(new if value == old else value for value in values))
+            left = [new if value == old else value for value in values]
+            flags.set(name, *filter(None, left))
             if old == "sinkhorn":
                 flags.set("--moe-router-pre-softmax")  # which one expert a token asks for
-    modules = flags.values("--recompute-modules")
-    if "moe_act" in modules:
-        lost.append(("--recompute-modules moe_act", "needs grouped products of experts"))
-        flags.set("--recompute-modules", *(one for one in modules if one != "moe_act"))
-        if modules == ["moe_act"]:
-            flags.drop(*flags.matching(("--recompute-",)))
+            if not any(left):
+                flags.drop(*flags.matching(("--recompute-",)))
     return lost

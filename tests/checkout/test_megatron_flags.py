@@ -10,6 +10,7 @@ from tests.support.checkouts import MAIN_TAG, RUNNING, Serve, version
 
 # Not of the newest parser: what a launcher says, fields of recipes, other versions and branches.
 OUTSIDE = {"--world-size", "--disable-parameter-transpose-cache", "--cpu-offloading"}
+OUTSIDE |= {"--use-custom-fsdp", "--original-max-position-embeddings"}
 OUTSIDE |= {"--use-legacy-models", "--enable-mhc-connections", "--enable-hyper-connections"}
 # Types that Megatron reads with a function of its own, whose text plan reads itself.
 OWN = {"enum_type_handler", "moe_freq_type", "la_freq_type", "tuple_type"}
@@ -40,6 +41,8 @@ def test_the_table_is_that_of_the_parser(tag: str, serve: Serve) -> None:
     assert other_types({**flags, "--num-layers": "str"}) == ["--num-layers: int, not str"]
     if tag == MAIN_TAG:
         used = {*FLAGS, *NOT_MODELLED, *COUNTED_AS, *table.NEEDS, *table.REPLACED, *table.COMPARED}
-        used |= {*table.CPU_NEEDS, *table.CPU_DEFAULTS, *table.CPU_SWITCHES}
+        used |= {*table.CPU_NEEDS, *table.CPU_DEFAULTS, *table.CPU_SWITCHES, *table.KEPT}
+        used |= {*table.NEUTRAL, *table.MOST, *table.SMALL, *table.NOT_KEPT, *table.SHARDED}
+        used |= {name for name, *_ in table.REPLACEMENTS}
         ours = {name for name in used if table.kind_of(name) == table.OURS}
         assert used - set(flags) - OUTSIDE - ours == set()

@@ -22,7 +22,7 @@ _ALL |= {"_log", "_terminal", "checkpoints", "prove", "releases", "reproduce"}
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "_input": (set(), set()),
-    "_conflict": ({"_input"}, set()),
+    "_conflict": ({"_input", "_megatron_flags"}, set()),
     "_log": (set(), set()),
     "_megatron_flags": (set(), set()),
     "_terminal": (set(), set()),

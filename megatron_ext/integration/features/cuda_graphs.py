@@ -72,7 +72,7 @@ class CudaGraphs(Feature):
 
     per_model = True
     conflicts = (
-        Conflict("--pp-offload", _POOL, off=("off",)),
+        Conflict("--pp-offload", _POOL),
         Conflict("--pp-offload-chunks", _POOL),
         Conflict("--pp-cheap-recompute", _POOL),
         Conflict("--pp-post-validation", _FIXED),

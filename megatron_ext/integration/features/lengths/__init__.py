@@ -40,7 +40,7 @@ class Lengths(Feature):
         ),
     )
     conflicts = (
-        Conflict("--pp-offload", _OFFLOAD, off=("off",)),
+        Conflict("--pp-offload", _OFFLOAD),
         Conflict("--pp-offload-chunks", _OFFLOAD),
         Conflict("--pp-vocab-parallel", _EQUAL),
         Conflict("--pp-slice-weights", "every slice of a step's own order has its W; drop one of "
@@ -51,7 +51,7 @@ class Lengths(Feature):
                  "own, and give --pp-profile"),
         Conflict("--overlap-moe-expert-parallel-comm", "pairs take equal microbatches; drop one of "
                  "them"),
-        Conflict("--cuda-graph-impl", _CAPTURED, off=("none",)),
+        Conflict("--cuda-graph-impl", _CAPTURED),
         Conflict("--enable-cuda-graph", _CAPTURED),
         Conflict("--external-cuda-graph", _CAPTURED),
         Conflict("--logits-save-dir", _COUNTED, beside="--pp-reorder-microbatches"),

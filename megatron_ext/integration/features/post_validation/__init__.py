@@ -62,7 +62,6 @@ class PostValidation(Feature):
             "--rerun-mode",
             "the rerun machinery agrees over all ranks at the end of every iteration, which is "
             "what post-validation removes; add --rerun-mode disabled",
-            off=("disabled",),
         ),
         Conflict(
             "--optimizer",
@@ -77,7 +76,7 @@ class PostValidation(Feature):
         Conflict("--use-layer-wise-distributed-optimizer", _STATE),
         Conflict("--fp8-format", "scaling factors change with every forward pass; drop it"),
         Conflict("--fp4-format", "scaling factors change with every forward pass; drop it"),
-        Conflict("--num-distributed-optimizer-instances", _STATE, off=(1,)),
+        Conflict("--num-distributed-optimizer-instances", _STATE),
         Conflict(
             "--mtp-num-layers", "its gradients may be clipped by a norm of their own; drop it"
         ),

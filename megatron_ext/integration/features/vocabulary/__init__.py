@@ -61,7 +61,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
         "--pp-profile-steps",
         "times of the vocabulary's passes are not measured; drop it and give --pp-cost",
     ),
-    Conflict("--cuda-graph-impl", _GRAPHS, off=("none",)),
+    Conflict("--cuda-graph-impl", _GRAPHS),
     Conflict("--enable-cuda-graph", _GRAPHS),
     Conflict("--external-cuda-graph", _GRAPHS),
     Conflict("--fp8-output-proj", "the output layer's parts are multiplied unquantized; drop it"),
