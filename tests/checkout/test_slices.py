@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, Serve, nightly
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 24
@@ -158,6 +159,17 @@ def test_sharded_vocabulary_of_tensor_parallel_ranks(train: Run, model: str) -> 
     whole = train("--pp-schedule", "1f1b", *flags, model=PADDED, ranks=4)
     found = train("--pp-schedule", "v-half", *VOCABULARY, *flags, model=PADDED, ranks=4)
     assert close(found, whole)
+
+
+@pytest.mark.matrix
+def test_a_script_with_another_loss(serve: Serve, tmp_path: Path) -> None:
+    """A sum over slices would be another loss; the launcher starts any script."""
+    words = f"{MODEL} {ROPE} --pipeline-model-parallel-size 2 --pp-schedule v-half --pp-slices 3"
+    outcome = serve(MAIN_TAG).run(
+        words.split(), 2, tmp_path, prelude=ROOT / "tests" / "support" / "squared_loss.py"
+    )
+    assert outcome.status == "failed"
+    assert "it is not linear in them; drop --pp-slices" in outcome.log(0)
 
 
 def test_the_log_and_the_trace_know_slices(

@@ -385,6 +385,27 @@ def test_every_call_is_cut_for_its_own_length() -> None:
     assert step.shape == (1, 2, 3)
 
 
+@pytest.mark.parametrize("library", [False, True])
+def test_loss_functions_are_looked_at(library: bool) -> None:
+    """A script's in the first training step, a trainer's in every one."""
+    args = arguments(pp_slices=2, pp_slice_cut="even")
+    passes: Any = started(Slices, args=args, library=library)
+    looks = []
+    config = SimpleNamespace(hidden_size=32, sequence_parallel=False)
+    call = SimpleNamespace(
+        batch=(8, 1), shape=None, iteration=SimpleNamespace(config=config), group=None
+    )
+    for training in (False, True, True):
+        step: Any = SimpleNamespace(
+            training=training, plan=SimpleNamespace(slices=(2, 2)), call=call, rank=0
+        )
+        passes.begin(step)
+        passes.passes_done(step, None)
+        if training:
+            looks.append(step.runner_type.keywords["unknown"])
+    assert looks == [True, library]
+
+
 def test_every_microbatch_is_cut_for_its_own_length() -> None:
     slicing, cuts = Slicing(), Cuts([lambda n: Cut((n // 2, n), Fraction(0))] * 2, 4)
     first, second, *_, other = units_of([2, 2])

@@ -138,7 +138,8 @@ class Slices(SlicedModel, Feature):
         if not run.library:  # where auto has chosen by now
             _set_cut(run, wanted[0])
         self._cut, self.implementations = wanted[0], _implementations(run)
-        self._unknown = run.library  # loss functions are a trainer's own
+        # Of the loss function: of a script the first step's, of a trainer that of every step.
+        self._library, self._unknown = run.library, True
         self._batches: Sequence[Batches | None] = ()
         return (self,)
 
@@ -184,6 +185,7 @@ class Slices(SlicedModel, Feature):
         )
 
     def passes_done(self, step: Step, watchdog: Any) -> None:
+        self._unknown &= self._library or not (step.training and step.plan.slices)
         require_nothing_left(self.slicing, step.rank)
 
     def dropped(self, step: Step, failed: bool) -> None:
