@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,7 +105,7 @@ class ScheduledPipeline:
             first_val_step,
         )
         group = pipeline_group(p2p_communicator, pg_collection)
-        groups = groups_of_call(group, pg_collection)
+        groups = groups_of_call(group, pg_collection, iteration.config)
         length = seq_length
         if decoder_seq_length is not None and len(models) == 1:
             length = decoder_seq_length  # stock's interleaved schedule takes no notice of it
@@ -263,25 +264,32 @@ def pipeline_group(p2p_communicator: Any = None, pg_collection: Any = None) -> A
     return p2p_communicator.pp_group
 
 
-def groups_of_call(pipeline: Any, pg_collection: Any = None) -> tuple[Any, ...]:
+def groups_of_call(pipeline: Any, pg_collection: Any = None, config: Any = None) -> tuple[Any, ...]:
     """The groups whose ranks run one call together, so that one may wait for the others: pipeline,
-    tensor, context and expert parallel. Data replicas may have other calls.
+    tensor, context and expert parallel. Data replicas may have other calls, unless passes wait for
+    them, too: routers that are balanced over all of them add up counts in every F.
 
     Args:
         pipeline: the call's pipeline.
         pg_collection: the call's; None: Megatron's global groups.
+        config: the model's.
     """
-    names = ("tp", "cp", "tp_ep")
+    balanced = getattr(config, "moe_router_load_balancing_type", None) or ()
+    names = ("tp", "cp", "tp_ep", *(("tp_dp_cp",) * ("global_aux_loss" in balanced)))
     if pg_collection is not None:
         found = [getattr(pg_collection, name, None) for name in names]
     else:
         from megatron.core import parallel_state as state
 
-        found = [
-            state.get_tensor_model_parallel_group(check_initialized=False),
-            state.get_context_parallel_group(check_initialized=False),
-            state.get_expert_tensor_and_model_parallel_group(check_initialized=False),
-        ]
+        getters = {
+            "tp": state.get_tensor_model_parallel_group,
+            "cp": state.get_context_parallel_group,
+            "tp_ep": state.get_expert_tensor_and_model_parallel_group,
+            "tp_dp_cp": functools.partial(
+                state.get_tensor_and_data_parallel_group, with_context_parallel=True
+            ),
+        }
+        found = [getters[name](check_initialized=False) for name in names]
     return (pipeline, *(g for g in found if g is not None and g.size() > 1))
 
 

@@ -82,6 +82,18 @@ def test_another_order_with_parallel_ranks(start: Run, tmp_path: Path, split: st
     assert cli.main(["show", "--measured", trace, "--output", str(picture)]) == 0
 
 
+@pytest.mark.matrix
+def test_replicas_whose_experts_are_balanced_together(start: Run) -> None:
+    """Counts are added up over replicas in every F, so these must have one order: else counts of
+    different layers would be added."""
+    experts = """--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --disable-bias-linear
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type global_aux_loss
+    --moe-aux-loss-coeff 10 --global-batch-size 16"""
+    flags = PACKED, experts, "--pp-schedule v-half"
+    plain, planned = start(*flags, ranks=4), start(*flags, LENGTHS, ranks=4)
+    assert planned.losses() == plain.losses()  # and norms of gradients
+
+
 def test_equal_lengths_change_nothing(start: Run) -> None:
     plain = start("--pp-schedule v-half")
     planned = start("--pp-schedule v-half", LENGTHS, "--pp-reorder-microbatches")
