@@ -267,15 +267,14 @@ def pipeline_group(p2p_communicator: Any = None, pg_collection: Any = None) -> A
 def groups_of_call(pipeline: Any, pg_collection: Any = None, config: Any = None) -> tuple[Any, ...]:
     """The groups whose ranks run one call together, so that one may wait for the others: pipeline,
     tensor, context and expert parallel. Data replicas may have other calls, unless passes wait for
-    them, too: routers that are balanced over all of them add up counts in every F.
+    them, too: with routers that are balanced over all, and FP8 scales that are the same on all.
 
     Args:
         pipeline: the call's pipeline.
         pg_collection: the call's; None: Megatron's global groups.
         config: the model's.
     """
-    balanced = getattr(config, "moe_router_load_balancing_type", None) or ()
-    names = ("tp", "cp", "tp_ep", *(("tp_dp_cp",) * ("global_aux_loss" in balanced)))
+    names = ("tp", "cp", "tp_ep", *(("tp_dp_cp",) * _replicas_wait(config)))
     if pg_collection is not None:
         found = [getattr(pg_collection, name, None) for name in names]
     else:
@@ -291,6 +290,13 @@ def groups_of_call(pipeline: Any, pg_collection: Any = None, config: Any = None)
         }
         found = [getters[name](check_initialized=False) for name in names]
     return (pipeline, *(g for g in found if g is not None and g.size() > 1))
+
+
+def _replicas_wait(config: Any) -> bool:
+    """Passes of a model with this configuration wait for the same ones of its data replicas."""
+    balanced = getattr(config, "moe_router_load_balancing_type", None) or ()
+    delayed = getattr(config, "fp8", None) and config.fp8_recipe == "delayed"
+    return "global_aux_loss" in balanced or bool(delayed and not config.tp_only_amax_red)
 
 
 def _context_parallel_size(pg_collection: Any) -> int:

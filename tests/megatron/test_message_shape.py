@@ -1,4 +1,4 @@
-"""The shape of messages between stages, from the model's configuration."""
+"""What a model's configuration says of a call: the shape of its messages, and who shares it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.integration.pipeline import message_shape
+from megatron_ext.integration.pipeline import groups_of_call, message_shape
 
 
 def shape_of(**options: Any) -> tuple[int, ...] | None:
@@ -36,3 +36,24 @@ def test_shapes_are_sent_where_they_are_not_known(option: str) -> None:
     """Among them hyper-connections, whose stages pass all residual streams on."""
     assert shape_of(**{option: True}) is None
     assert shape_of(**{option: False}) == (32, 2, 48)
+
+
+@pytest.mark.parametrize(
+    ("options", "wait"),
+    [
+        ({}, False),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, True),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, False),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed", "tp_only_amax_red": False}, True),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed", "tp_only_amax_red": True}, False),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise", "tp_only_amax_red": False}, False),
+    ],
+)
+def test_replicas_share_a_call_where_passes_wait_for_them(
+    options: dict[str, Any], wait: bool
+) -> None:
+    groups = {name: SimpleNamespace(size=lambda: 2) for name in ("tp", "tp_ep", "tp_dp_cp")}
+    collection = SimpleNamespace(**groups, cp=SimpleNamespace(size=lambda: 1))
+    found = groups_of_call("pipeline", collection, SimpleNamespace(**options))
+    wanted = [groups[name] for name in ("tp", "tp_ep", *(["tp_dp_cp"] if wait else []))]
+    assert found == ("pipeline", *wanted)
