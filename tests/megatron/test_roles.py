@@ -123,7 +123,7 @@ def test_tied_copies_that_differ_are_refused(on_rank: Any) -> None:
     on_rank(0)
     check = started(VPlacement)._require_equal_copies
     check(_step(_tied(1.0, 1.0)))
-    with pytest.raises(ConfigError, match="v-half has both copies .* differ"):
+    with pytest.raises(ConfigError, match="v-half needs equal copies .* differ"):
         check(_step(_tied(1.0, 2.0)))
     on_rank(1)
     check(_step(_tied(1.0, 2.0)))
