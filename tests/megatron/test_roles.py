@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import utils
 from megatron_ext.integration.errors import ConfigError
 from megatron_ext.integration.features.v_placement import VPlacement
 from megatron_ext.integration.features.v_placement.roles import Roles
-from megatron_ext.integration.hooks import Hooks
+from megatron_ext.integration.hooks import Hooks, declared
 from megatron_ext.integration.targets import BRIDGE_EMBEDDINGS
 from tests.support.stand_ins import started
 
@@ -25,7 +25,7 @@ PP, CHUNKS = 4, 2
 def on_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``on_rank(r)``: this process is pipeline rank r of four, with the hooks in force."""
     hooks = Hooks("a test")
-    hooks.apply(Roles(training=False).hooks())
+    hooks.apply(declared(Roles()))
 
     def be(rank: int) -> Any:
         monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
@@ -85,7 +85,7 @@ def test_slime_reads_returned_values_on_rank_0_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, loss.__name__, loss)
     monkeypatch.setitem(sys.modules, model.__name__, model)
     hooks = Hooks("a test")
-    hooks.apply(Roles(training=False).hooks())
+    hooks.apply(declared(Roles()))
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     for rank in range(PP):

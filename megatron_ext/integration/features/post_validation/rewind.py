@@ -56,21 +56,6 @@ class Replay:
         self._given = None
 
 
-class Replays:
-    """The data iterators of the last call, each with its own ``Replay``."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, Replay] = {}
-
-    def of(self, iterators: Sequence[Any]) -> list[Any]:
-        """``iterators``, with those that are there in ``Replay``; the same ones each time."""
-        former = self._known
-        self._known = {
-            id(it): former.get(id(it)) or Replay(it) for it in iterators if it is not None
-        }
-        return [None if it is None else self._known[id(it)] for it in iterators]
-
-
 class Rewind:
     """Everything outside the optimizer and the pipeline that forward passes change.
 

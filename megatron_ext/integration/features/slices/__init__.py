@@ -16,6 +16,7 @@ from ....schedule import AUTO
 from ...callbacks import Callback, Step
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
 from ...rules import FREE_ORDER, Rule
+from ...utils import Wrappers
 from .model import SlicedModel
 from .run import Batches, SliceRunner, require_nothing_left
 from .state import Cuts
@@ -154,7 +155,7 @@ class Slices(SlicedModel, Feature):
             _set_cut(run, wanted[0])
         self._cut, self.implementations = wanted[0], _implementations(run)
         self._unknown = run.library  # loss functions are a trainer's own
-        self._batches: Sequence[Batches | None] = ()
+        self._batches = Wrappers(Batches)
         return (self,)
 
     # --- an iteration ---
@@ -163,18 +164,13 @@ class Slices(SlicedModel, Feature):
         if not training:
             return iterators
         # The same for the same ones: an iteration that was begun early is known by them.
-        known = {id(one.source): one for one in self._batches if one is not None}
-        self._batches = [
-            None if it is None else known.get(id(it)) or Batches(it) for it in iterators
-        ]
-        return [*self._batches]
+        return [*self._batches.over(iterators)]
 
     def begin(self, step: Step) -> None:
         if not step.training:
             return
-        for batches in self._batches:
-            if batches is not None:
-                batches.whole = not step.plan.slices
+        for batches in self._batches.there:
+            batches.whole = not step.plan.slices
         if not step.plan.slices:
             return
         call, config = step.call, step.call.iteration.config
@@ -194,7 +190,7 @@ class Slices(SlicedModel, Feature):
             SliceRunner,
             slicing=self.slicing,
             cuts=cuts,
-            batches=self._batches,
+            batches=self._batches.of_chunks,
             unknown=self._unknown,
         )
 

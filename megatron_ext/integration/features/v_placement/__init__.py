@@ -68,7 +68,7 @@ ONE_RANK = Rule(
 )
 
 
-class VPlacement(Feature):
+class VPlacement(Roles, Feature):
     """On for schedules with V placement. It brings what rank 0 computes to where Megatron expects
     it."""
 
@@ -83,18 +83,18 @@ class VPlacement(Feature):
             return ()
         self._name = run.request.name
         self._relay = Relay()
-        self._roles = Roles(run.training or "megatron.training" in sys.modules)
+        self.training = run.training or "megatron.training" in sys.modules
         self._first_chunk = FirstChunk("a model with tied weights under V placement")
         # Models with tied embeddings, and those whose gradients of both copies are not added yet.
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._apart: weakref.WeakSet[Any] = weakref.WeakSet()
-        return (self, self._roles)
+        return (self,)
 
     # --- where Megatron builds a model ---
 
     def hooks(self) -> Sequence[Hook]:
         found = [*super().hooks()]
-        if self._roles.training:
+        if self.training:
             why = "a model that cannot be placed as a V would be loaded before it is refused"
             found += Building(why, built=self._require_placed).hooks()
         return found
@@ -212,7 +212,7 @@ class VPlacement(Feature):
     def begin(self, step: Step) -> None:
         self._require_placed(step.call.iteration.models)
         self._require_equal_copies(step)
-        self._roles.running = True
+        self.running = True
 
     def _require_equal_copies(self, step: Step) -> None:
         """Once a model, and after a step whose gradients were not added: rank 0 has both copies of
@@ -248,10 +248,10 @@ class VPlacement(Feature):
 
     def returning(self, step: Step) -> None:
         losses = self._relay.losses()
-        self._roles.running = False
+        self.running = False
         if losses is not None:
             step.losses = losses
-        elif step.rank != step.call.group.size() - 1 and not self._roles.results_on_both:
+        elif step.rank != step.call.group.size() - 1 and not self.results_on_both:
             step.losses = []  # as in stock, so that a sum over the pipeline has them once
 
     @hooked(TIED_GRADIENTS, "copies of tied weights would drift apart where a trainer finalizes")
@@ -278,7 +278,7 @@ class VPlacement(Feature):
 
     def close(self) -> None:
         self._relay.finish()
-        self._roles.running = True
+        self.running = True
 
 
 def _embedding_ranks(pp_ranks: list[int], *unused: Any) -> list[int]:
