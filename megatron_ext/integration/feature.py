@@ -19,7 +19,7 @@ from .._input import attribute
 from .arguments import MegatronArgs
 from .callbacks import Callback, PlanInputs
 from .errors import ConfigError
-from .rules import Rule
+from .rules import Rule as Rule
 
 if TYPE_CHECKING:
     from ..plan.profile import Profile

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...targets import ROUTER_METRICS
 from ...utils import unwrapped
 
 
@@ -115,14 +116,8 @@ class Rewind:
 
 def _metrics() -> list[dict[str, Any]]:
     """The dictionaries in which Megatron sums up losses of MoE layers until it logs them."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        return [get_moe_layer_wise_logging_tracker()]
-    tracker: dict[str, Any] = get_moe_metrics_tracker()._metrics
-    return [tracker]
+    tracker = ROUTER_METRICS.found()
+    return [getattr(tracker, "_metrics", tracker)]
 
 
 def _random_states() -> dict[str, Any]:

@@ -13,9 +13,9 @@ from ....runtime import files
 from ....schedule.baseline import Promise, promise
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Loads, Step
-from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
 from ...hooks import bound, hooked
+from ...rules import Rule
 from ...targets import PRINT_LAST, TRAIN, TRAINING_LOG
 from . import memory_line, text
 from .meter import Meter
@@ -30,10 +30,18 @@ def _in_megatrons_loop(telemetry: Any) -> bool:
     return bool(telemetry._run.training)
 
 
+WRITABLE = Rule(
+    "--pp-trace {folder} needs a folder that every rank can make and write",
+    "this one cannot be written ({why})",
+    "give another one",
+)
+
+
 class Telemetry(Feature):
     """On for every schedule: lines of rank 0's log when a plan is known and after the second step
     on GPUs; inside Megatron's training loop also in its line and in the end."""
 
+    rules = (WRITABLE,)
     flags = (
         Flag(
             "--pp-trace",
@@ -52,11 +60,7 @@ class Telemetry(Feature):
             why = "it is not writable"
         except OSError as error:
             usable, why = False, error.strerror or str(error)
-        if not usable:
-            raise ConfigError(
-                f"--pp-trace {trace} cannot be written ({why}); give a folder that every rank can "
-                "make and write"
-            )
+        WRITABLE.require(usable, folder=trace, why=why)
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None:

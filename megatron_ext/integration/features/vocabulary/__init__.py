@@ -13,7 +13,7 @@ from ...hooks import Hook
 from ...layout import require_prediction_last
 from ...utils import LastModels
 from .ends import FLAG, require_no_hooks
-from .model import SharedOut, require_divisible
+from .model import RULES, SharedOut, require_divisible
 from .passes import runner_of
 
 _CHUNKS = "--pp-vocab-chunks"
@@ -104,6 +104,7 @@ class VocabularyParallel(SharedOut, Feature):
         ),
     )
     conflicts = _CONFLICTS
+    rules = RULES
 
     def check(self, run: Run) -> None:
         args, chunks = run.args, run.args.pp_vocab_chunks
