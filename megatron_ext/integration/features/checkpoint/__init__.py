@@ -21,7 +21,7 @@ from ...feature import Feature, Run
 from ...hooks import hooked
 from ...rules import Rule
 from ...targets import LOAD, LOAD_BASE, SAVE
-from ...utils import chunks_of, gather, tied_embeddings, unwrapped
+from ...utils import chunks_of, gather, unwrapped
 from . import integrity
 from .parameters import differing_flags, named, shapes, shapes_of, shapes_on_disk
 
@@ -123,10 +123,7 @@ class Checkpoint(Feature):
     ) -> Any:
         self._chunks, self._found = [unwrapped(m) for m in chunks_of(ddp_model)], None
         try:
-            result = original(ddp_model, *args, **kwargs)
-            if self._layout.placement == "vee":
-                _require_equal_copies(self._chunks)
-            return result
+            return original(ddp_model, *args, **kwargs)
         finally:
             self._chunks = self._found = None
             self._metadata = {}
@@ -317,15 +314,3 @@ def _saved_layout(args: object) -> Layout:
 def _entries(chunks: int) -> list[str]:
     """Megatron's names of the model's parts in a state dict."""
     return ["model"] if chunks == 1 else [f"model{i}" for i in range(chunks)]
-
-
-def _require_equal_copies(chunks: list[Any]) -> None:
-    """Under V placement rank 0 has the word embeddings twice: both must have been loaded."""
-    import torch
-    from megatron.core import parallel_state
-
-    found = tied_embeddings(parallel_state.get_pipeline_model_parallel_rank(), chunks)
-    if found is not None and not torch.equal(*found):
-        raise RuntimeError(
-            "the two copies of the word embeddings differ after loading; please report this"
-        )
