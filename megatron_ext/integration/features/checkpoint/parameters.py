@@ -8,7 +8,7 @@ from typing import Any
 from ...._input import shown
 from ...arguments import MegatronArgs
 from ...layout import LayerPattern
-from . import integrity, metadata
+from . import integrity
 
 # Flags that change which parameters a model has: shown where a checkpoint's differ.
 _MODEL_FLAGS = (
@@ -62,8 +62,8 @@ def shapes_on_disk(folder: str, known: Any) -> dict[str, tuple[int, ...]]:
 
     def read() -> dict[str, tuple[int, ...]]:
         try:
-            found = metadata.read(folder) if known is None else known
-            return metadata.model_shapes(found)
+            found = integrity.read(folder) if known is None else known
+            return integrity.model_shapes(found)
         except ValueError as error:
             raise ValueError(
                 f"cannot read the metadata of the checkpoint {folder}: {error}"

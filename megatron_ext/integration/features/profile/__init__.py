@@ -20,8 +20,7 @@ from ...feature import Feature, Flag, Run
 from ...measuring import hop_seconds, host_rates, pass_seconds
 from ...rules import FREE_ORDER, Rule
 from ...utils import file_contents, unwrapped
-from .agreement import agree, durations
-from .set_sizes import SetSizes
+from .measured import SetSizes, agree, durations
 
 logger = logging.getLogger(__name__)
 

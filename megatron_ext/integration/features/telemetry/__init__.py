@@ -17,8 +17,7 @@ from ...feature import Feature, Flag, Run
 from ...hooks import bound, hooked
 from ...rules import Rule
 from ...targets import PRINT_LAST, TRAIN, TRAINING_LOG
-from . import memory_line, text
-from .meter import Meter
+from . import measured, text
 from .traces import Traces
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class Telemetry(Feature):
             return ()
         self._run = run
         self._traces = None if run.args.pp_trace is None else Traces(run.args.pp_trace)
-        self._meter = Meter()
+        self._meter = measured.Meter()
         self._steps = 0
         self._said = ""
         self._plan: Schedule | None = None  # the last one that was made
@@ -132,12 +131,12 @@ class Telemetry(Feature):
         if self._traces is not None:
             self._traces.take(step)
         self._steps += step.training
-        second = step.training and self._steps == memory_line.STEP
+        second = step.training and self._steps == measured.STEP
         if second and step.call.device.type == "cuda":
-            every = memory_line.held(step)
+            every = measured.held(step)
             if dist.get_rank() == 0:
-                planned = memory_line.planned_bytes(self._run, step.plan)
-                logger.info("%s", memory_line.text(every, step.plan, planned))
+                planned = measured.planned_bytes(self._run, step.plan)
+                logger.info("%s", measured.memory_text(every, step.plan, planned))
 
     def returning(self, step: Step) -> None:
         if self._traces is not None:
