@@ -27,7 +27,7 @@ from benchmarks import page as pages
 from benchmarks.emulated import CPU, SleepingStages, dist, execute, ranks, report_progress, timed
 from benchmarks.page import Row, alternating
 from megatron_ext.integration import measuring
-from megatron_ext.integration.features.profile.agreement import agree, durations
+from megatron_ext.integration.features.profile.measured import agree, durations
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.utils import gather
 from megatron_ext.plan.layout import Split

@@ -42,6 +42,8 @@ FEATURES = {
 REFUSING = FEATURES | {
     "CudaGraphs": ("CUDA graphs", "features.md#cuda-graphs"),
     "Overlap": ("Passes in pairs", "../guides/overlap.md"),
+    "Checkpoint": ("Checkpoints", "../guides/checkpoints.md"),
+    "VPlacement": ("V placement", "../concepts/schedules.md"),
 }
 ENVIRONMENT = {
     "MEGATRON_EXT_VERBOSE": "1: the log names every function that is replaced, and all details",
@@ -179,6 +181,7 @@ def flags() -> str:
 
 def refused() -> str:
     """The page of options that a feature does not support."""
+    from megatron_ext.integration import layout
     from megatron_ext.integration.features import FEATURES as ALL
 
     lines = ["# Refused flags", "", WRITTEN, ""]
@@ -188,10 +191,14 @@ def refused() -> str:
         "reason names.",
     ]
     for feature in ALL:
-        if feature.conflicts:
+        if feature.conflicts or feature.rules:
             title, page = REFUSING[feature.__name__]
-            lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
-            lines += table(*_refusals(feature.conflicts))
+            lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page})."]
+        if feature.conflicts:
+            lines += ["", *table(*_refusals(feature.conflicts))]
+        if feature.rules:
+            lines += ["", *(f"- {rule.text}" for rule in feature.rules)]
+    lines += ["", "## Layers of stages", "", *(f"- {rule.text}" for rule in layout.RULES)]
     return "\n".join(lines) + "\n"
 
 

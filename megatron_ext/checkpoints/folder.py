@@ -8,7 +8,6 @@ interrupted save came.
 from __future__ import annotations
 
 import json
-import math
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -351,8 +350,3 @@ def _plain(value: Any) -> Any:
             f"{value.of.name if isinstance(value.of, GlobalRef) else '?'}{shown(value.args)[:60]}"
         )
     return "a tensor" if isinstance(value, TensorStorageRef) else value
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of this shape."""
-    return math.prod(shape)

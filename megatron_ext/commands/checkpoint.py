@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def _described(folder: Path) -> dict[str, Any]:
         else "optimizer" in state,
         "optimizer_format": sharding if isinstance(sharding, str) else None,
         "tensors": len(tensors),
-        "parameters": sum(saved.elements(shape) for shape, _ in own.values()),
+        "parameters": sum(math.prod(shape) for shape, _ in own.values()),
         "dtypes": sorted({dtype for _, dtype in own.values()}),
         "bytes": sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()),
     }

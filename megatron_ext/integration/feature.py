@@ -19,6 +19,7 @@ from .._input import attribute
 from .arguments import MegatronArgs
 from .callbacks import Callback, PlanInputs
 from .errors import ConfigError
+from .rules import Rule as Rule
 
 if TYPE_CHECKING:
     from ..plan.profile import Profile
@@ -243,11 +244,13 @@ class Feature(Callback):
 
     Attributes:
         conflicts: options of Megatron that it does not support.
+        rules: what else it requires of a run.
         per_model: its state is one model's; with several models in a process each gets its own.
     """
 
     flags: tuple[Flag, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
+    rules: tuple[Rule, ...] = ()
     per_model: bool = False
 
     def check_flags(self, run: Run) -> None:

@@ -8,7 +8,6 @@ and whatever had been bound is put back: never train on with half the hooks.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -253,17 +252,9 @@ class Hooks:
 
     def _resolve(self, hook: Hook) -> tuple[str, Any, str]:
         """(target, the object that owns it, its attribute name) of the first target that exists."""
-        for target in hook.target.places:
-            module_name, _, path = target.partition(":")
-            try:
-                owner: Any = importlib.import_module(module_name)
-            except ImportError:
-                continue
-            *parents, name = path.split(".")
-            for parent in parents:
-                owner = getattr(owner, parent, None)
-            if owner is not None and hasattr(owner, name):
-                return target, owner, name
+        found = hook.target.resolve()
+        if found is not None:
+            return found
         wanted = " or ".join(hook.target.places)
         raise ConfigError(
             f"megatron-core {self.version} has no {wanted}, which megatron_ext must hook "

@@ -19,6 +19,41 @@ from ..plan.layout import spread
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
 from .errors import ConfigError
+from .rules import Rule
+
+_LAYOUT = "--pipeline-model-parallel-layout"
+OF_VEE = Rule(
+    "--pp-schedule {schedule} needs 2 * {pp} = {stages} stages with --num-layers {layers}",
+    f"{_LAYOUT} has {{found}} stages with {{found_layers}} layers",
+    "list the stages in model order",
+)
+PREDICTION_LAST = Rule(
+    "{flag} needs multi-token prediction on the last stage",
+    f"{_LAYOUT} {{layout}} has its layers (m) before that",
+    "put them on the last stage, as in 'tmL'",
+)
+STAGES = Rule(
+    "the schedule needs {stages} stages",
+    "{flag} {text} lists {found}",
+    "list {stages} in model order{example}",
+)
+ONE_WAY = Rule(
+    "--account-for-*-in-pipeline-split does not support --decoder-first/last-pipeline-num-layers",
+    "both say what the first and the last stage have",
+    "use one of them",
+)
+EVEN_LAYERS = Rule(
+    "--pp-schedule {schedule} needs layers that spread evenly over {stages} stages",
+    "{middle} (of --num-layers {layers}, embedding and loss as asked) are left for {even} of them",
+    "make --num-layers a multiple of {stages}, or set --decoder-first-pipeline-num-layers and "
+    f"--decoder-last-pipeline-num-layers, or {_LAYOUT} with {{stages}} stages",
+)
+EVEN_PATTERN = Rule(
+    "the schedule needs layers that spread evenly over {stages} stages",
+    "{flag} {text} has {layers}",
+    "list the stages in model order, e.g. {example}",
+)
+RULES = (PREDICTION_LAST, STAGES, ONE_WAY, EVEN_LAYERS, EVEN_PATTERN)
 
 
 def count_stages(text: str) -> int:
@@ -30,13 +65,17 @@ def count_stages(text: str) -> int:
     return len(_parsed(text))
 
 
-def predicts_early(text: str) -> bool:
-    """True if a layout has layers of multi-token prediction before its last stage.
+def require_prediction_last(flag: str, layout: str) -> None:
+    """Refuse a layout with layers of multi-token prediction before its last stage.
+
+    Args:
+        flag: that needs them there.
 
     Raises:
-        ConfigError: Megatron cannot read it.
+        ConfigError: it has some, or Megatron cannot read it.
     """
-    return any(layer.name == "mtp" for stage in _parsed(text)[:-1] for layer in stage)
+    early = any(layer.name == "mtp" for stage in _parsed(layout)[:-1] for layer in stage)
+    PREDICTION_LAST.require(not early, flag=flag, layout=layout)
 
 
 def _parsed(text: str) -> list[list[Any]]:
@@ -47,7 +86,7 @@ def _parsed(text: str) -> list[list[Any]]:
     try:
         stages: list[list[Any]] = PipelineParallelLayerLayout.parse_str_to_list(text)
     except AssertionError as error:
-        raise ConfigError(f"--pipeline-model-parallel-layout {text}: {error}") from None
+        raise ConfigError(f"{_LAYOUT} {text}: {error}") from None
     return stages
 
 
@@ -64,19 +103,16 @@ def vee_layout_text(args: MegatronArgs, pp: int) -> str:
     if given is not None:
         parsed = _parsed(given)
         layers = sum(layer.name == "decoder" for stage in parsed for layer in stage)
-        if len(parsed) != stages or layers != args.num_layers:
-            raise ConfigError(
-                f"--pp-schedule {args.pp_schedule}: --pipeline-model-parallel-layout has "
-                f"{len(parsed)} stages with {layers} layers, but a V on {pp} ranks has 2 * {pp} = "
-                f"{stages} stages and --num-layers is {args.num_layers}; list the stages in model "
-                "order"
-            )
-        if predicts_early(given):
-            raise ConfigError(
-                f"--pp-schedule {args.pp_schedule}: --pipeline-model-parallel-layout {given} has "
-                "multi-token prediction outside the last stage; under V placement put it there, "
-                "on the rank that holds the embedding"
-            )
+        OF_VEE.require(
+            len(parsed) == stages and layers == args.num_layers,
+            schedule=args.pp_schedule,
+            pp=pp,
+            stages=stages,
+            layers=args.num_layers,
+            found=len(parsed),
+            found_layers=layers,
+        )
+        require_prediction_last(f"--pp-schedule {args.pp_schedule} under V placement", given)
         return str(given)
     counts = _counts(args, stages)
     texts = ["t" * count for count in counts]
@@ -99,11 +135,8 @@ def layer_counts(args: MegatronArgs, stages: int) -> list[int]:
     if given is None:
         return _counts(args, stages)
     parsed = _parsed(given)
-    if len(parsed) != stages:
-        raise ConfigError(
-            f"--pipeline-model-parallel-layout {given} has {len(parsed)} stages, but the schedule "
-            f"has {stages}; list {stages}"
-        )
+    kept, found = len(parsed) == stages, len(parsed)
+    STAGES.require(kept, stages=stages, flag=_LAYOUT, text=given, found=found, example="")
     return [sum(layer.name == "decoder" for layer in stage) for stage in parsed]
 
 
@@ -114,22 +147,14 @@ def _counts(args: MegatronArgs, stages: int) -> list[int]:
         int(bool(args.account_for_embedding_in_pipeline_split)),
         int(bool(args.account_for_loss_in_pipeline_split)),
     )
-    if any(taken) and (first is not None or last is not None):
-        raise ConfigError(
-            f"--pp-schedule {args.pp_schedule}: --account-for-*-in-pipeline-split cannot be "
-            "combined with --decoder-first/last-pipeline-num-layers; use one of them"
-        )
+    both = any(taken) and (first is not None or last is not None)
+    ONE_WAY.require(not both)
     counts = spread(args.num_layers or 0, stages, first, last, taken)
     if counts is None:
         middle = (args.num_layers or 0) + sum(taken) - (first or 0) - (last or 0)
         even = stages - (first is not None) - (last is not None)
-        raise ConfigError(
-            f"--pp-schedule {args.pp_schedule} splits the layers evenly over {stages} stages, but "
-            f"{middle} layers (--num-layers {args.num_layers}, embedding and loss as asked) are "
-            f"left for {even} of them; make --num-layers a multiple of {stages}, or set "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or "
-            f"--pipeline-model-parallel-layout with {stages} stages"
-        )
+        facts = {"schedule": args.pp_schedule, "stages": stages, "layers": args.num_layers}
+        raise EVEN_LAYERS.broken(**facts, middle=middle, even=even)
     return counts
 
 
@@ -182,19 +207,15 @@ class LayerPattern:
         Raises:
             ConfigError: another number of stages is listed, or the layers do not spread.
         """
+        facts = {"stages": number, "flag": self.flag, "text": self.text}
+        example = self.example(number)
         if self.listed is not None:
-            if self.listed != number:
-                raise ConfigError(
-                    f"{self.flag} {self.text} lists {self.listed} stages, but {number} are needed; "
-                    f"list {number} in model order, e.g. {self.example(number)}"
-                )
+            listed = self.listed == number
+            STAGES.require(listed, **facts, found=self.listed, example=f", e.g. {example}")
             return self.main.split("|")
         counts = spread(self.layers, number, first, last)
         if counts is None:
-            raise ConfigError(
-                f"the {self.layers} layers of {self.flag} {self.text} do not spread evenly over "
-                f"{number} stages; list the stages in model order, e.g. {self.example(number)}"
-            )
+            raise EVEN_PATTERN.broken(**facts, layers=self.layers, example=example)
         return self._cut(counts)
 
     def stages_of(self, args: MegatronArgs, number: int) -> list[str]:

@@ -10,28 +10,19 @@ from typing import Any
 
 from ..schedule.select import ONE_CHUNK
 from .errors import ConfigError
+from .targets import HYBRID_INIT, HYBRID_MODEL
 
 
 def placed_models() -> tuple[type, ...]:
     """The classes whose layers, embedding and loss V placement can place."""
     from megatron.core.models.gpt import GPTModel
 
-    return GPTModel, hybrid_model()
-
-
-def hybrid_model() -> type:
-    """Megatron's class of hybrid models; before core_v0.18 it is ``MambaModel``."""
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel as model
-    except ImportError:
-        from megatron.core.models.mamba.mamba_model import MambaModel as model
-    found: type = model
-    return found
+    return GPTModel, HYBRID_MODEL.found
 
 
 def hybrid_model_has_chunks() -> bool:
     """False before core_v0.17: a hybrid model has one chunk a rank."""
-    return "vp_stage" in inspect.signature(hybrid_model().__init__).parameters  # type: ignore[misc]
+    return "vp_stage" in inspect.signature(HYBRID_INIT.found).parameters
 
 
 def require_placed(chunks: Sequence[Any], name: str) -> None:

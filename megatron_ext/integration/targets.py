@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Target(NamedTuple):
@@ -32,20 +32,38 @@ class Target(NamedTuple):
         """True if a module of it is imported; for those that nobody needs to have."""
         return any(place.partition(":")[0] in sys.modules for place in self.places)
 
-    @property
-    def exists(self) -> bool:
-        """True if this version has it; imports what it lies in."""
+    def resolve(self) -> tuple[str, Any, str] | None:
+        """(place, the object that owns it, its attribute there) of the first place that this
+        version has, whose module is imported; None if there is none."""
         for place in self.places:
             module, _, path = place.partition(":")
             try:
-                owner: object = importlib.import_module(module)
+                owner: Any = importlib.import_module(module)
             except ImportError:
                 continue
-            for name in path.split("."):
-                owner = getattr(owner, name, None)
-            if owner is not None:
-                return True
-        return False
+            *parents, name = path.split(".")
+            for parent in parents:
+                owner = getattr(owner, parent, None)
+            if owner is not None and hasattr(owner, name):
+                return place, owner, name
+        return None
+
+    @property
+    def exists(self) -> bool:
+        """True if this version has it."""
+        return self.resolve() is not None
+
+    @property
+    def found(self) -> Any:
+        """It itself.
+
+        Raises:
+            ImportError: this version lacks it.
+        """
+        place = self.resolve()
+        if place is None:
+            raise ImportError(f"this megatron-core has no {' or '.join(self.places)}")
+        return getattr(*place[1:])
 
 
 _CORE, _TRAINING = "megatron.core", "megatron.training"
@@ -98,6 +116,8 @@ GPT_POSTPROCESS = Target.at(
     f"{_GPT}._postprocess", "self", "hidden_states", "labels", "mtp_in_postprocess", "loss_mask"
 )
 GPT_STATE = Target.at(f"{_GPT}.sharded_state_dict", "self")
+# Up to core_v0.17 it is the second.
+HYBRID_MODEL = Target((_HYBRID, _MAMBA))
 HYBRID_INIT = Target(
     (f"{_HYBRID}.__init__", f"{_MAMBA}.__init__"),
     ("self", "config", "pre_process", "post_process"),
@@ -169,6 +189,13 @@ BALANCING_LOSS = Target.at(
 BALANCING_LOG = Target.at(
     f"{_ROUTER}:TopKRouter.attach_and_log_load_balancing_loss",
     *("self", "activation", "aux_loss", "valid_token_count"),
+)
+# A tracker, or before core_v0.18 the dictionary in which losses of MoE layers are summed up.
+ROUTER_METRICS = Target(
+    (
+        f"{_CORE}.transformer.moe.moe_logging:get_moe_metrics_tracker",
+        f"{_CORE}.transformer.moe.moe_utils:get_moe_layer_wise_logging_tracker",
+    )
 )
 Z_LOSS = Target.at(f"{_ROUTER}:z_loss_func", "logits", "z_loss_coeff")
 GRAPH_ORDER = Target.at(

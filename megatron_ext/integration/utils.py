@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,34 @@ class LastModels:
     def set(self, models: Sequence[Any]) -> None:
         """From now on they are ``models``."""
         self._models = [weakref.ref(model) for model in models]
+
+
+class Wrappers:
+    """Wrappers of the data iterators of the last call: the same one for the same one.
+
+    Args:
+        kind: makes one of an iterator, its ``source``.
+
+    Attributes:
+        of_chunks: of the model's chunks; None where one has no data.
+    """
+
+    def __init__(self, kind: Callable[[Any], Any]) -> None:
+        self._kind = kind
+        self.of_chunks: list[Any] = []
+
+    def over(self, iterators: Sequence[Any]) -> list[Any]:
+        """``iterators``, wrapped."""
+        known = {id(one.source): one for one in self.there}
+        self.of_chunks = [
+            None if it is None else known.get(id(it)) or self._kind(it) for it in iterators
+        ]
+        return self.of_chunks
+
+    @property
+    def there(self) -> list[Any]:
+        """Those of chunks that have data."""
+        return [one for one in self.of_chunks if one is not None]
 
 
 def watched(detail: str) -> AbstractContextManager[None]:

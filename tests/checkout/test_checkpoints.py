@@ -316,13 +316,15 @@ def test_refusals(runs: Runs) -> None:
     load = [*base, "--load", str(folder), "--ckpt-step", "2"]
     vee = ["--pp-schedule", "v-half"]
     text = runs.refused("bucket-v", 2, *load, *vee)
-    assert "(dp_reshardable) fits only the layout that saved it (TP 1, PP 2, 1 chunks" in text
+    assert (
+        "the optimizer state (dp_reshardable) of " in text and "is for TP 1, PP 2, 1 chunks" in text
+    )
     assert "--dist-ckpt-optim-fully-reshardable" in text and "--no-load-optim" in text
     parts = ["--pp-schedule", "zb-h1", "--pp-vocab-parallel"]
     assert "the vocabulary on all ranks" in runs.refused("bucket-parts", 2, *load, *parts)
     assert runs.good("bucket-zb", 2, *load, "--pp-schedule", "zb-h1") == wanted[2:]
     text = runs.refused("layers", 2, *load, *vee, "--no-load-optim", "--num-layers", "4")
-    assert "does not fit the model" in text and "--num-layers 8 (here 4)" in text
+    assert "is for a model of other shapes" in text and "--num-layers 8 (here 4)" in text
     without(saved(folder, 2), "decoder.final_layernorm.weight")
     text = runs.refused("lacking", 2, *load, *vee, "--no-load-optim")
-    assert "does not hold 1 of the model's parameters (decoder.final_layernorm.weight)" in text
+    assert "does not hold 1 of them (decoder.final_layernorm.weight)" in text

@@ -74,7 +74,7 @@ def test_a_hook_on_the_embedding_module_is_called(train: Train) -> None:
 
 def test_what_the_parts_cannot_follow_is_refused(train: Train) -> None:
     for value, text in (
-        ({"hooked": [OUTPUT]}, "has registered hooks on the whole matrices"),
+        ({"hooked": [OUTPUT]}, "does not support hooks on the whole embedding"),
         ({"frozen": [EMBEDDING], "tied": True}, "has frozen 1 of 2 copies"),
         ({"doubled": ["output_layer"]}, "hook _double on output_layer, which would get hidden"),
         ({"doubled": [""]}, "hook _double on GPTModel, which would get hidden states in place of"),

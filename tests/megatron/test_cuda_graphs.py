@@ -120,7 +120,7 @@ def test_order_of_transformer_engine() -> None:
         (hook,) = callback.hooks()
         convert = hook.make(lambda *args: pytest.fail("stock's order"))
         table = [(j, chunk) for chunk in range(2) for j in range(3)]
-        with pytest.raises(ConfigError, match="3 microbatches in 2 model chunks, of which no step"):
+        with pytest.raises(ConfigError, match="3 microbatches in 2 model chunks needs a step"):
             convert(0, 2, table)
         callback.begin(step_of("interleaved", rank))
         order = convert(0, 2, table)
@@ -135,5 +135,5 @@ def test_messages_of_several_shapes() -> None:
     pipeline: Any = SimpleNamespace(messages=DEFAULT)
     run.pipeline = pipeline
     (callback,) = CudaGraphs().start(run)
-    with pytest.raises(ConfigError, match="captured for one shape"):
+    with pytest.raises(ConfigError, match="CUDA graphs needs messages of one shape"):
         callback.begin(step_of("1f1b", 0, None))

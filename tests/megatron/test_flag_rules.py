@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import string
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from megatron_ext._input import attribute
 from megatron_ext.integration.errors import ConfigError
 from megatron_ext.integration.feature import Flag
+from megatron_ext.integration.features import FEATURES
 from megatron_ext.integration.flags import (
     FLAGS,
     add_arguments,
@@ -19,6 +22,8 @@ from megatron_ext.integration.flags import (
     require_rules,
     wanted,
 )
+from megatron_ext.integration.layout import RULES
+from megatron_ext.integration.rules import VERBS, Rule
 
 BY_NAME = {flag.name: flag for flag in FLAGS}
 
@@ -136,3 +141,19 @@ def test_rules_name_flags_that_exist() -> None:
         names += [flag.excludes[0]] if flag.excludes is not None else []
         for name in names:
             assert name in BY_NAME and attribute(name) == BY_NAME[name].attribute, flag.name
+
+
+@pytest.mark.parametrize(
+    "rule", [*{*RULES, *(rule for f in FEATURES for rule in f.rules)}], ids=lambda rule: rule.rule
+)
+def test_rules_make_sentences_of_one_style(rule: Rule) -> None:
+    """Subject, one verb, object, what was found or why, and what to do, with all facts in it."""
+    verbs = [verb for verb in VERBS if f" {verb} " in rule.rule]
+    assert len(verbs) == 1 and all(rule)
+    names = {name for _, name, *_ in string.Formatter().parse(rule.text) if name}
+    rule.require(True)
+    with pytest.raises(ConfigError) as error:
+        rule.require(False, **{name: f"<{name}>" for name in names})
+    text, joined = str(error.value), ": " if verbs == ["does not support"] else ", but "
+    assert re.fullmatch(rf".+ {verbs[0]} .+{joined}.+; .+[^.]", text) and "{" not in text
+    assert all(f"<{name}>" in text for name in names)

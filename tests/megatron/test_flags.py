@@ -78,7 +78,7 @@ def test_one_pipeline_rank(schedule: str) -> None:
 def test_profile_of_a_file(tmp_path: Path) -> None:
     save(generate("1f1b", 4, 8), tmp_path / "x.json")
     text = refusal(str(tmp_path / "x.json"), pp_profile_steps=2)
-    assert "a file's order is fixed; drop --pp-profile-steps 2" in text
+    assert "is a file, whose order is fixed; drop --pp-profile-steps 2" in text
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,13 @@ def test_a_v_cuts_a_pattern_without_stages() -> None:
 def test_a_v_says_which_stages_to_list() -> None:
     text = refusal("v-half", "M*-M|MM-/MM")
     assert "--pp-schedule as given with 2 model chunks on each of 2 ranks: " in text
-    assert "lists 2 stages, but 4 are needed" in text
+    assert (
+        "the schedule needs 4 stages, but --hybrid-layer-pattern" in text
+        and "lists 2; list 4" in text
+    )
     assert text.endswith("e.g. --hybrid-layer-pattern 'M|*-|MM|M-/MM'")
     text = refusal("v-half", "M*-M-")
-    assert "the 5 layers of --hybrid-layer-pattern M*-M- do not spread evenly over 4" in text
+    assert "evenly over 4 stages, but --hybrid-layer-pattern M*-M- has 5; list" in text
     assert text.endswith("'M|*|-|M-'")
     assert "remove --num-virtual" in refusal(
         "v-half", "M*-M", num_virtual_stages_per_pipeline_rank=2
@@ -156,7 +159,7 @@ def test_a_schedule_file(tmp_path: Path) -> None:
     assert choice.placement.chunks == 3
     with pytest.raises(ConfigError, match="needs 3 model chunks a rank, but .* makes 2; list 6"):
         accepted(str(path), "M|*|-|M")
-    with pytest.raises(ConfigError, match="do not spread evenly over 6 stages"):
+    with pytest.raises(ConfigError, match="spread evenly over 6 stages"):
         accepted(str(path), "M*-M")
 
 

@@ -45,7 +45,7 @@ FLAGS = shlex.split(
                 *["--pp-schedule", "v-half", "--pipeline-model-parallel-size", "4"],
                 *["--pp-trace", "/proc/nowhere"],
             ],
-            "--pp-trace /proc/nowhere cannot be written",
+            "--pp-trace /proc/nowhere needs a folder that every rank can make",
         ),
         (["--pp-cost", "1,1,1"], "--pp-cost needs --pp-schedule"),
     ],

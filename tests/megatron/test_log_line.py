@@ -90,7 +90,7 @@ def test_nothing_measured_nothing_said(log: SimpleNamespace) -> None:
 
 def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks and two iterations; starts and ends of all ranks count, not each rank's own."""
-    from megatron_ext.integration.features.telemetry import meter
+    from megatron_ext.integration.features.telemetry import measured
 
     class Timed:
         peak_sets = 3
@@ -99,8 +99,8 @@ def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
             self.extent = lambda: extent
 
     other = [(6.0, 101.0, 109.0), (5.0, 200.0, 210.0)], 5
-    monkeypatch.setattr(meter, "gather", lambda value, group: [value, other])
-    made = meter.Meter()
+    monkeypatch.setattr(measured, "gather", lambda value, group: [value, other])
+    made = measured.Meter()
     for timed in (Timed(8.0, 100.0, 110.0), Timed(5.0, 200.0, 210.0)):
         made.add(timed, None)  # type: ignore[arg-type]
     # 1 - (8 + 6) / (2 * 10) = 0.3 and 1 - (5 + 5) / (2 * 10) = 0.5
@@ -110,10 +110,10 @@ def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_the_last_iterations_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no iteration's times are asked for, which would wait for the device, before the line."""
-    from megatron_ext.integration.features.telemetry import meter
+    from megatron_ext.integration.features.telemetry import measured
 
-    monkeypatch.setattr(meter, "gather", lambda value, group: [value])
-    made, asked = meter.Meter(), []
+    monkeypatch.setattr(measured, "gather", lambda value, group: [value])
+    made, asked = measured.Meter(), []
 
     def extent(number: int) -> tuple[float, float, float]:
         asked.append(number)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from megatron_ext.integration.features.telemetry import (  # noqa: E402
     Telemetry,
-    memory_line,
+    measured,
 )
 from megatron_ext.plan.estimate import Estimate  # noqa: E402
 from megatron_ext.plan.flags import job_of, read  # noqa: E402
@@ -38,12 +38,12 @@ def _step(device: str = "cuda", training: bool = True) -> Any:
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
     """What is logged for the steps it is called with; rank 1 has twice as much allocated."""
 
-    def gather(mine: memory_line.Held, _: Any) -> list[memory_line.Held]:
+    def gather(mine: measured.Held, _: Any) -> list[measured.Held]:
         return [mine, mine._replace(sets=1, allocated=2 * mine.allocated)]
 
-    monkeypatch.setattr(memory_line, "gather", gather)
+    monkeypatch.setattr(measured, "gather", gather)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(memory_line, "taken", lambda device: GIB // 4)
+    monkeypatch.setattr(measured, "taken", lambda device: GIB // 4)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * GIB)
     monkeypatch.setattr(logging.getLogger("megatron_ext"), "propagate", True)
 
@@ -63,7 +63,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> A
 
 def test_once_after_the_second_training_step(said: Any) -> None:
     estimate = Estimate(JOB, lambda stages: even_split(4, stages))  # type: ignore[arg-type, return-value]
-    planned = memory_line.planned_bytes(
+    planned = measured.planned_bytes(
         SimpleNamespace(request=SimpleNamespace(estimate=estimate, profile=None)),  # type: ignore[arg-type]
         PLAN,
     )
@@ -72,7 +72,7 @@ def test_once_after_the_second_training_step(said: Any) -> None:
     assert said(estimate, steps[0], steps[1]) == []
     assert said(estimate, *steps) == [
         "memory after step 2, pipeline rank 1, which has most: 1 activation sets (plan 1), peak "
-        f"allocated 6GiB (plan {memory_line.size_text(planned[1])}), communicators of messages "
+        f"allocated 6GiB (plan {measured.size_text(planned[1])}), communicators of messages "
         "256MiB beside"
     ]
 

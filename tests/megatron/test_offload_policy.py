@@ -79,12 +79,12 @@ class TestTheFlag:
         self.check(f"{OWN}:keep_mlp")
 
     def test_without_offload(self) -> None:
-        with pytest.raises(ConfigError, match="is for offloading, which is off; add --pp-offload"):
+        with pytest.raises(ConfigError, match="is for offloading, but it is off; add --pp-offload"):
             self.check("keep-attention-inputs", offloads=False)
 
     def test_a_cap_in_bytes(self) -> None:
         """Sets on the host would still take device memory that the cap does not count."""
-        with pytest.raises(ConfigError, match="which --pp-memory-cap 1GiB cannot count"):
+        with pytest.raises(ConfigError, match="support --pp-memory-cap 1GiB: it keeps parts"):
             self.check("keep-attention-inputs", cap="1GiB")
 
     def test_an_unknown_policy(self) -> None:

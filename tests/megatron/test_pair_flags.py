@@ -78,9 +78,9 @@ class TestDelayedWeightGradients:
     @pytest.mark.parametrize(
         ("schedule", "library", "pairs", "message"),
         [
-            ("1f1b", False, True, "1f1b has no passes for weight gradients; drop"),
+            ("1f1b", False, True, "weight gradients, but --pp-schedule 1f1b has none; drop"),
             ("zb-h1", False, False, f"zb-h1 does not support {DELAY} without {FLAG}"),
-            ("zb-h1", True, True, "the model's layers delay weight gradients already"),
+            ("zb-h1", True, True, "this model's delay weight gradients already"),
             ("zb-h1", True, False, f"zb-h1 does not support {DELAY} without {FLAG}"),
         ],
     )

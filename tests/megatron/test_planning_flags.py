@@ -209,15 +209,15 @@ class TestProfileFlag:
         other = tmp_path / "weights.bin"
         other.write_bytes(b"precious")
         text = refusal("zb-h1", pp_profile=str(other), **own)
-        assert "would be overwritten, but it is no profile" in text
+        assert "needs a new file or a profile to overwrite, but this one is none" in text
         text = refusal("zb-h1", pp_profile=str(tmp_path / "none" / "x"), **own)
-        assert "cannot be written after 2 steps" in text
+        assert "needs a folder to be written to after 2 steps" in text
 
     def test_a_file_has_its_own_order(self, tmp_path: Path) -> None:
         save(generate("1f1b", 4, 8), tmp_path / "x.json")
         path = self.file(tmp_path)
         text = refusal(str(tmp_path / "x.json"), pp_profile=path, **self.ARGUMENTS)
-        assert f"a file's order is fixed; drop --pp-profile {path}" in text
+        assert f"is a file, whose order is fixed; drop --pp-profile {path}" in text
 
 
 class TestCapInBytes:

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import utils
 from megatron_ext.integration.errors import ConfigError
 from megatron_ext.integration.features.v_placement import VPlacement
 from megatron_ext.integration.features.v_placement.roles import Roles
-from megatron_ext.integration.hooks import Hooks
+from megatron_ext.integration.hooks import Hooks, declared
 from megatron_ext.integration.targets import BRIDGE_EMBEDDINGS
 from tests.support.stand_ins import started
 
@@ -25,7 +25,7 @@ PP, CHUNKS = 4, 2
 def on_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``on_rank(r)``: this process is pipeline rank r of four, with the hooks in force."""
     hooks = Hooks("a test")
-    hooks.apply(Roles(training=False).hooks())
+    hooks.apply(declared(Roles()))
 
     def be(rank: int) -> Any:
         monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
@@ -85,7 +85,7 @@ def test_slime_reads_returned_values_on_rank_0_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, loss.__name__, loss)
     monkeypatch.setitem(sys.modules, model.__name__, model)
     hooks = Hooks("a test")
-    hooks.apply(Roles(training=False).hooks())
+    hooks.apply(declared(Roles()))
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     for rank in range(PP):
@@ -123,7 +123,7 @@ def test_tied_copies_that_differ_are_refused(on_rank: Any) -> None:
     on_rank(0)
     check = started(VPlacement)._require_equal_copies
     check(_step(_tied(1.0, 1.0)))
-    with pytest.raises(ConfigError, match="v-half has both copies .* differ"):
+    with pytest.raises(ConfigError, match="v-half needs equal copies .* differ"):
         check(_step(_tied(1.0, 2.0)))
     on_rank(1)
     check(_step(_tied(1.0, 2.0)))
@@ -143,7 +143,7 @@ def test_tied_copies_that_are_trained_apart_are_refused(on_rank: Any) -> None:
         assert [float(weight.grad.sum()) for weight in weights] == [36, 36]  # once
     feature._require_equal_copies(_step(chunks))
     weights[0].data += 1
-    with pytest.raises(ConfigError, match="but they differ: each was trained by its own gradient"):
+    with pytest.raises(ConfigError, match="differ, since each was trained by its own gradient"):
         feature._require_equal_copies(_step(chunks))
 
 

@@ -74,10 +74,14 @@ class TestFlags:
         for path, flags, why in (
             (sliced, {}, "has 3 slices a microbatch; drop it, or give --pp-slices 3"),
             (sliced, {"pp_slices": "auto"}, "has 3 slices a microbatch"),
-            (sliced, {"pp_slices": 1}, "--pp-slices 1: .* has 3 slices a microbatch"),
+            (sliced, {"pp_slices": 1}, "--pp-slices 1 needs .* has 3 slices a microbatch"),
             (sliced, {"pp_slices": 3, "pp_slice_weights": "joined"}, "has a W for every slice"),
-            (whole, {}, "the order in .* is fixed; drop it"),
-            (whole, {"pp_slices": None, "pp_slice_tokens": 8}, "--pp-slice-tokens 8: the order"),
+            (whole, {}, "is a file, whose order is fixed; drop"),
+            (
+                whole,
+                {"pp_slices": None, "pp_slice_tokens": 8},
+                "--pp-slice-tokens 8 is for",
+            ),
             (file("mixed", slices=(2, 2, 2, 3)), {}, "has 2 to 3 slices a microbatch"),
         ):
             with pytest.raises(ConfigError, match=why):

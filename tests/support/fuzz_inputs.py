@@ -238,7 +238,7 @@ def _command_line(value: str) -> None:
 def _checkpoint(data: bytes) -> None:
     """What a checkpoint says of itself: the saved arguments, and the tensors it holds."""
     from megatron_ext.integration.features.checkpoint import Layout, _differing_flags
-    from megatron_ext.integration.features.checkpoint.metadata import model_shapes
+    from megatron_ext.integration.features.checkpoint.integrity import model_shapes
 
     text = parse_json(data.decode("utf-8"))
     if not isinstance(text, dict):

@@ -48,6 +48,9 @@ def refusals(source: str) -> Iterator[str]:
             values = [sentence(k.value, known) for k in node.keywords if k.arg == "only"]
             flag, why = (sentence(part, known) for part in node.args[:2])
             yield f"{flag}: {why} {' '.join(values)}".strip()
+        elif name == "Rule" and len(node.args) == 3:
+            rule, broken, fix = (sentence(part, known) for part in node.args)
+            yield f"{rule}, but {broken}; {fix}"
         elif name == "Flag" and node.args:
             flag = sentence(node.args[0], known)
             for keyword in node.keywords:
@@ -85,5 +88,6 @@ def f(n):
     raise ValueError(f"{n} is " "too large")
 """
     assert list(refusals(source)) == ["--x: it {}; drop it V", "{} is too large"]
+    assert list(refusals('Rule("a needs {n}", "b", "c")')) == ["a needs {n}, but b; c"]
     source = 'FLAGS = (Flag("--x", "help", not_in_library="it is", excludes=("--y", "are")),)'
     assert list(refusals(source)) == ["--x in a library: it is", "--x and --y: are"]

@@ -20,9 +20,9 @@ from ...schedule.actions import Op
 from ...schedule.schedule import Schedule
 from ..arguments import MegatronArgs
 from ..callbacks import Callback, Step
-from ..errors import ConfigError
 from ..feature import Conflict, Feature, Run, require_no_conflict
 from ..hooks import hooked
+from ..rules import Rule
 from ..targets import GRAPH_ORDER
 
 LOCAL, TRANSFORMER_ENGINE, WHOLE = "local", "transformer_engine", "full_iteration"
@@ -67,6 +67,46 @@ def capture_order(plan: Schedule, rank: int) -> list[int]:
     return order
 
 
+_GRAPHS = "--pp-schedule {schedule} does not support {flag}"
+_STOCK = "use 1f1b or interleaved, or drop it"
+NO_ITERATION = Rule(
+    _GRAPHS,
+    "messages between ranks and the schedule's own bookkeeping cannot be captured",
+    "use --cuda-graph-impl local or transformer_engine with 1f1b or interleaved, or drop it",
+)
+NO_SPLIT = Rule(
+    _GRAPHS,
+    "a captured backward pass computes weight gradients with it, and this schedule computes them "
+    "later, in W",
+    _STOCK,
+)
+# Megatron up to 0.18 drops the pool's hold on the last stage's output at once, which is right if
+# its backward pass comes next.
+NO_FILE = Rule(_GRAPHS, "Megatron's graphs are safe in stock's orders only", _STOCK)
+NO_LIBRARY = Rule(
+    _GRAPHS,
+    "Megatron's training loop captures these graphs",
+    "start the run with the launcher, or use local",
+)
+WARM = Rule(
+    _GRAPHS,
+    "they are captured in the order of the steps before",
+    "give --cuda-graph-warmup-steps 1 or more",
+)
+ONE_SHAPE = Rule(
+    "a run with CUDA graphs needs messages of one shape",
+    "this call's have several",
+    "set --cuda-graph-impl none, or keep sequences at one length",
+)
+
+TRAINED = Rule(
+    "a capture of CUDA graphs for {microbatches} microbatches in {chunks} model chunks needs a "
+    "step of them before",
+    "none has been trained yet",
+    "give --cuda-graph-warmup-steps 1 or more",
+)
+
+
 class CudaGraphs(Feature):
     """On with ``--cuda-graph-impl local`` or ``transformer_engine``, and their older names."""
 
@@ -81,40 +121,22 @@ class CudaGraphs(Feature):
         Conflict("--step-batch-size-schedule", "it changes the number of microbatches; drop it"),
     )
 
+    rules = (NO_ITERATION, NO_SPLIT, NO_FILE, NO_LIBRARY, WARM, ONE_SHAPE, TRAINED)
+
     def check(self, run: Run) -> None:
         found, request = implementation(run.args), run.request
         if found is None or request is None:
             return
         kind, flag = found
-        refused = f"--pp-schedule {request.name} does not support {flag}: "
-        if kind == WHOLE:
-            raise ConfigError(
-                f"{refused}messages between ranks and the schedule's own bookkeeping cannot be "
-                "captured; use --cuda-graph-impl local or transformer_engine with 1f1b or "
-                "interleaved, or drop it"
-            )
-        if request.splits_backward:
-            raise ConfigError(
-                f"{refused}a captured backward pass computes weight gradients with it, and this "
-                "schedule computes them later, in W; use 1f1b or interleaved, or drop it"
-            )
-        if request.file is not None:
-            # Megatron up to 0.18 drops the pool's hold on the last stage's output at once, which
-            # is right if its backward pass comes next.
-            raise ConfigError(
-                f"{refused}Megatron's graphs are safe in stock's orders only; use 1f1b or "
-                "interleaved, or drop it"
-            )
-        if kind == TRANSFORMER_ENGINE and run.library:
-            raise ConfigError(
-                f"{refused}Megatron's training loop captures these graphs; start the run with the "
-                "launcher, or use local"
-            )
-        if kind == TRANSFORMER_ENGINE and getattr(run.args, "cuda_graph_warmup_steps", 1) == 0:
-            raise ConfigError(
-                f"{refused}they are captured in the order of the steps before; give "
-                "--cuda-graph-warmup-steps 1 or more"
-            )
+        engine = kind == TRANSFORMER_ENGINE
+        for rule, broken in (
+            (NO_ITERATION, kind == WHOLE),
+            (NO_SPLIT, request.splits_backward),
+            (NO_FILE, request.file is not None),
+            (NO_LIBRARY, engine and run.library),
+            (WARM, engine and getattr(run.args, "cuda_graph_warmup_steps", 1) == 0),
+        ):
+            rule.require(not broken, schedule=request.name, flag=flag)
         require_no_conflict(run.args, self.conflicts, {"": flag})
 
     def start(self, run: Run) -> Sequence[Callback]:
@@ -128,11 +150,7 @@ class CudaGraphs(Feature):
         return (self,)
 
     def begin(self, step: Step) -> None:
-        if step.call.shape is None:
-            raise ConfigError(
-                "CUDA graphs are captured for one shape, and this call's messages have several; "
-                "set --cuda-graph-impl none, or keep sequences at one length"
-            )
+        ONE_SHAPE.require(step.call.shape is not None)
         if self._local:
             config = step.call.iteration.config
             self._deallocates = config.deallocate_pipeline_outputs
@@ -176,8 +194,5 @@ class CudaGraphs(Feature):
         microbatches = len(schedule_table) // num_model_chunks
         order = self._orders.get((microbatches, num_model_chunks))
         if order is None:
-            raise ConfigError(
-                f"CUDA graphs are to be captured for {microbatches} microbatches in "
-                f"{num_model_chunks} model chunks, of which no step has been trained yet"
-            )
+            raise TRAINED.broken(microbatches=microbatches, chunks=num_model_chunks)
         return list(order)

@@ -25,11 +25,39 @@ from ..callbacks import Callback, Step
 from ..errors import ConfigError
 from ..feature import Feature, Run, require_no_conflict
 from ..hooks import hooked
+from ..rules import Rule
 from ..runner import MegatronRunner
 from ..targets import CONFIG_POST_INIT
 from ..utils import LastModels, unwrapped
 
 DELAY = "--delay-wgrad-compute"
+
+NO_DELAY = Rule(
+    f"--pp-schedule {{schedule}} does not support {DELAY} without {FLAG}",
+    "the schedule itself delays weight gradients, to where they fill gaps",
+    "drop it",
+)
+BUILT = Rule(
+    f"the schedule needs layers that were built without {DELAY}",
+    "this model's delay weight gradients already, which the schedule does itself",
+    "build the model without it",
+)
+WITH_W = Rule(
+    f"{DELAY} is for schedules with passes for weight gradients",
+    "--pp-schedule {schedule} has none",
+    f"drop {DELAY}, or use one that has, e.g. zb-h1",
+)
+PARTS = Rule(
+    f"{FLAG} needs a model that runs the parts of its layers one by one",
+    "{model} has no plan of them (build_schedule_plan)",
+    "drop it",
+)
+STEP = Rule(
+    f"{FLAG} needs a forward step that takes return_schedule_plan=True, as that of Megatron's "
+    "pretrain_gpt.py",
+    "{function} does not",
+    "drop it",
+)
 
 
 class Overlap(Feature):
@@ -37,6 +65,7 @@ class Overlap(Feature):
     asks for pairs."""
 
     conflicts = CONFLICTS
+    rules = (NO_DELAY, BUILT, WITH_W, PARTS, STEP)
 
     def __init__(self) -> None:
         self._checked = LastModels()
@@ -83,23 +112,12 @@ def _check(run: Run) -> None:
     if wanted(args):
         require_no_conflict(args, Overlap.conflicts, {"": FLAG})
         _require(args)
-    elif delays:
-        raise ConfigError(
-            f"--pp-schedule {request.name} does not support {DELAY} without {FLAG}: the schedule "
-            "itself delays weight gradients, to where they fill gaps; drop it"
-        )
+    else:
+        NO_DELAY.require(not delays, schedule=request.name)
     if not delays:
         return
-    if run.library:
-        raise ConfigError(
-            f"{DELAY}: the model's layers delay weight gradients already, and the schedule does "
-            "that itself; build the model without it"
-        )
-    if not request.splits_backward:
-        raise ConfigError(
-            f"--pp-schedule {request.name} has no passes for weight gradients; drop {DELAY}, or "
-            "use a schedule that has, e.g. zb-h1"
-        )
+    BUILT.require(not run.library)
+    WITH_W.require(request.splits_backward, schedule=request.name)
     args.delay_wgrad_compute = False
     run.notices.append(f"{DELAY}: the schedule's W passes do it")
 
@@ -116,18 +134,10 @@ def _require(args: MegatronArgs) -> None:
 def _require_plans(models: Sequence[Any], forward_step: Callable[..., Any]) -> None:
     """Raise where the model or the trainer has no plans of layers."""
     for model in map(unwrapped, models):
-        if not hasattr(model, "build_schedule_plan"):
-            raise ConfigError(
-                f"{FLAG} runs the parts of a model's layers one by one, but "
-                f"{type(model).__name__} has no plan of them (build_schedule_plan); drop it"
-            )
+        PARTS.require(hasattr(model, "build_schedule_plan"), model=type(model).__name__)
     function = getattr(forward_step, "func", forward_step)
-    if "return_schedule_plan" not in inspect.signature(function).parameters:
-        raise ConfigError(
-            f"{FLAG} needs a forward step that takes return_schedule_plan=True, as that of "
-            f"Megatron's pretrain_gpt.py; {getattr(function, '__qualname__', function)} does not; "
-            "drop it"
-        )
+    takes = "return_schedule_plan" in inspect.signature(function).parameters
+    STEP.require(takes, function=getattr(function, "__qualname__", function))
 
 
 class PairRunner(MegatronRunner):

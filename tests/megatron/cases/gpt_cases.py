@@ -205,10 +205,10 @@ def _mtp_spec(config: TransformerConfig, spec: Any, chunk: int) -> Any:
 
 def _hybrid(pattern: str) -> tuple[Any, dict[str, Any]]:
     """A hybrid model's class, and what it is built from."""
-    from megatron_ext.integration.model_classes import hybrid_model
+    from megatron_ext.integration.targets import HYBRID_MODEL
     from tests.support.hybrid_spec import SPEC
 
-    return hybrid_model(), {"hybrid_stack_spec": SPEC, "hybrid_layer_pattern": pattern}
+    return HYBRID_MODEL.found, {"hybrid_stack_spec": SPEC, "hybrid_layer_pattern": pattern}
 
 
 def bare_chunks(case: dict[str, Any], config: TransformerConfig) -> list[GPTModel]:

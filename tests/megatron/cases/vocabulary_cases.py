@@ -35,7 +35,7 @@ from megatron_ext.integration.features.schedule.choose import ScheduleRequest  #
 from megatron_ext.integration.features.vocabulary import ends  # noqa: E402
 from megatron_ext.integration.features.vocabulary import model as vocabulary  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
-from megatron_ext.integration.model_classes import hybrid_model  # noqa: E402
+from megatron_ext.integration.targets import HYBRID_MODEL  # noqa: E402
 from tests.megatron.cases.gpt_cases import config_of, to_bytes  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
@@ -376,7 +376,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             with refused(ConfigError) as error:
                 build(case)
             with refused(ConfigError) as other:
-                hybrid_model()()
+                HYBRID_MODEL.found()
         return {"refused": str(error[0]), "hybrid": str(other[0])}
     return compare(case)
 

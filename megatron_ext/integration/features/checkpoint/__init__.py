@@ -10,45 +10,48 @@ the second is compared by name and shape before anything is loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...._input import shown
 from ....checkpoints.layout import Layout
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Feature, Run
 from ...hooks import hooked
-from ...layout import LayerPattern
+from ...rules import Rule
 from ...targets import LOAD, LOAD_BASE, SAVE
-from ...utils import chunks_of, gather, tied_embeddings, unwrapped
-from . import integrity, metadata
+from ...utils import chunks_of, gather, unwrapped
+from . import integrity
+from .parameters import differing_flags, named, shapes, shapes_of, shapes_on_disk
 
 logger = logging.getLogger(__name__)
 
 # What --dist-ckpt-strictness calls a parameter that the checkpoint lacks is accepted by these.
 _LENIENT = ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all")
-# Flags that change which parameters a model has: shown where a checkpoint's differ.
-_MODEL_FLAGS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "mtp_num_layers",
-    "untie_embeddings_and_output_weights",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "add_bias_linear",
-    "padded_vocab_size",
-    "transformer_impl",
+BY_RANK = Rule(
+    "--pp-schedule {schedule} does not support {what}",
+    "files in the format torch number layers by rank and chunk, not as a V does",
+    "{fix}",
 )
-_SHOWN = 4
+SAME_LAYOUT = Rule("{what} is for {theirs}, whose layout saved it", "this run has {own}", "{fix}")
+OWN_PARAMETERS = Rule(
+    "the model needs all of its parameters from {folder}",
+    "that does not hold {count} of them ({names}), which would keep random initial values",
+    "{fix}",
+)
+OTHER_PARAMETERS = Rule(
+    "{folder} is for another model",
+    "{count} parameters in it are not in this one ({names})",
+    "{fix}",
+)
+SAME_SHAPES = Rule("{folder} is for a model of other shapes", "here {shapes}", "{fix}")
+COVERED = Rule(
+    "the model needs all of its parameters in Megatron's sharded state",
+    "that leaves out {count} ({names}), so {folder} cannot fill them",
+    "please report this model",
+)
+_AS_SAVED = "give the model's flags as they were when it was saved"
 
 
 def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
@@ -67,12 +70,9 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
     """
     by_rank = args.ckpt_format == "torch"
     loads = args.load and not args.auto_detect_ckpt_format
-    if vee and by_rank and (args.save or loads):
-        raise ConfigError(
-            f"--pp-schedule {name} does not support --ckpt-format torch: its files number layers "
-            "by rank and chunk, so V placement would exchange layers silently; use --ckpt-format "
-            "torch_dist"
-        )
+    kept = not (vee and by_rank and (args.save or loads))
+    fix = "use --ckpt-format torch_dist"
+    BY_RANK.require(kept, schedule=name, what="--ckpt-format torch", fix=fix)
     # Before core_v0.18 Megatron lacks the second.
     distributed = args.use_distributed_optimizer or getattr(
         args, "use_layer_wise_distributed_optimizer", False
@@ -101,6 +101,8 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
 class Checkpoint(Feature):
     """On for every schedule inside Megatron's training loop."""
 
+    rules = (BY_RANK, SAME_LAYOUT, OWN_PARAMETERS, OTHER_PARAMETERS, SAME_SHAPES, COVERED)
+
     def check(self, run: Run) -> None:
         if run.request is not None and not run.library:
             notice = choose_formats(run.args, run.request.name, run.request.vee)
@@ -121,10 +123,7 @@ class Checkpoint(Feature):
     ) -> Any:
         self._chunks, self._found = [unwrapped(m) for m in chunks_of(ddp_model)], None
         try:
-            result = original(ddp_model, *args, **kwargs)
-            if self._layout.placement == "vee":
-                _require_equal_copies(self._chunks)
-            return result
+            return original(ddp_model, *args, **kwargs)
         finally:
             self._chunks = self._found = None
             self._metadata = {}
@@ -170,24 +169,26 @@ class Checkpoint(Feature):
         return integrity.report_failure(original, *args, **kwargs)
 
     def _require_placement(self, folder: Any) -> None:
-        if self._layout.placement == "vee":
-            raise ConfigError(
-                f"--pp-schedule {self._name} cannot load {folder}, which is in the format torch: "
-                "its files number layers by rank and chunk, not as a V does; load it without "
-                "--pp-schedule (--auto-detect-ckpt-format) and save it with --ckpt-format "
-                "torch_dist"
-            )
+        fix = (
+            "load it without --pp-schedule (--auto-detect-ckpt-format) and save it with "
+            "--ckpt-format torch_dist"
+        )
+        kept = self._layout.placement != "vee"
+        BY_RANK.require(kept, schedule=self._name, what=f"loading {folder}", fix=fix)
+
+    def _require_layout(self, saved: Any, what: str, fix: str) -> None:
+        """What a checkpoint holds in a form that is tied to the layout that saved it."""
+        theirs = _saved_layout(saved)
+        kept = theirs == self._layout
+        SAME_LAYOUT.require(kept, what=what, theirs=theirs, own=self._layout, fix=fix)
 
     def _require_own_files(self, state: Mapping[str, Any], folder: Any) -> None:
         """A checkpoint with one file a rank must be of this very layout, and complete."""
         self._require_placement(folder)
         saved = state.get("args")
-        if saved is not None and _saved_layout(saved) != self._layout:
-            raise ConfigError(
-                f"--pp-schedule {self._name} cannot load {folder}: files in the format torch fit "
-                f"only the layout that saved them ({_saved_layout(saved)}), and this run has "
-                f"{self._layout}; save it with --ckpt-format torch_dist instead"
-            )
+        if saved is not None:
+            fix = "save it with --ckpt-format torch_dist instead"
+            self._require_layout(saved, f"{folder} in the format torch", fix)
         assert self._chunks is not None
         lacking = []
         for entry, chunk in zip(_entries(len(self._chunks)), self._chunks):
@@ -197,12 +198,7 @@ class Checkpoint(Feature):
                 for name, parameter in chunk.named_parameters()
                 if name not in held or held[name].shape != parameter.shape
             ]
-        if lacking:
-            raise ConfigError(
-                f"{folder} does not hold {len(lacking)} of the parameters of this rank "
-                f"({_some(lacking)}), which would keep random initial values; give the model's "
-                "flags as they were when it was saved"
-            )
+        OWN_PARAMETERS.require(not lacking, folder=folder, **named(lacking), fix=_AS_SAVED)
 
     def _require_optimizer(
         self, args: MegatronArgs, state: Mapping[str, Any], folder: str, release: bool, kind: str
@@ -214,13 +210,8 @@ class Checkpoint(Feature):
         saved = state.get("args")
         if saved is None:
             return
-        theirs = _saved_layout(saved)
-        if kind == "LOCAL" and theirs != self._layout:
-            raise ConfigError(
-                f"--pp-schedule {self._name} cannot load the local checkpoint {folder}: it was "
-                f"saved with {theirs}, this run has {self._layout}, and local checkpoints fit only "
-                "the layout that saved them; load a global one"
-            )
+        if kind == "LOCAL":
+            self._require_layout(saved, f"the local checkpoint {folder}", "load a global one")
         skipped = (
             release or args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False)
         )
@@ -232,14 +223,12 @@ class Checkpoint(Feature):
         old = "fully_sharded_model_space" if parallel else "dp_zero_gather_scatter"
         sharding = metadata.get("distrib_optim_sharding_type", old)
         fits = sharding in DistributedOptimizer.checkpoint_fully_reshardable_formats
-        if not fits and theirs != self._layout:
-            raise ConfigError(
-                f"--pp-schedule {self._name} cannot load the optimizer state of {folder}: its "
-                f"format ({sharding}) fits only the layout that saved it ({theirs}), and this run "
-                f"has {self._layout}; save it again in the layout it has with "
-                "--dist-ckpt-optim-fully-reshardable, or add --no-load-optim to start with a fresh "
-                "optimizer"
+        if not fits:
+            fix = (
+                "save it again in the layout it has with --dist-ckpt-optim-fully-reshardable, or "
+                "add --no-load-optim to start with a fresh optimizer"
             )
+            self._require_layout(saved, f"the optimizer state ({sharding}) of {folder}", fix)
 
     def _require_same_parameters(self, args: MegatronArgs, wanted: Mapping[str, Any]) -> None:
         """Compare the model's parameters, over the whole pipeline, with those in the checkpoint."""
@@ -250,12 +239,12 @@ class Checkpoint(Feature):
         names = [name for name in _entries(len(self._chunks)) if name in wanted]
         requested: dict[str, tuple[tuple[int, ...], bool]] = {}
         for name in names:
-            requested.update(_shapes(wanted[name]))
+            requested.update(shapes(wanted[name]))
         group = parallel_state.get_pipeline_model_parallel_group()
         every = gather((requested, self._uncovered(wanted)), group)
         uncovered = [name for _, names in every for name in names]
         model = {key: shape for shapes, _ in every for key, shape in shapes.items()}
-        held = _shapes_on_disk(folder, self._metadata.get(folder))
+        held = shapes_on_disk(folder, self._metadata.get(folder))
         absent = sorted(set(model) - set(held))
         other = sorted(
             key
@@ -263,24 +252,17 @@ class Checkpoint(Feature):
             if model[key][0] != held[key] and not model[key][1]
         )
         extra = sorted(set(held) - set(model))
-        differing = _differing_flags(args, state.get("args"))
-        if uncovered:
-            raise ConfigError(
-                f"Megatron's sharded state leaves out {len(uncovered)} of the model's parameters "
-                f"({_some(uncovered)}), so {folder} cannot fill them; please report this model"
-            )
-        if other:
-            raise ConfigError(
-                f"{folder} does not fit the model: {_shapes_of(other, held, model)}; "
-                f"{differing or 'give the flags that it was saved with'}"
-            )
+        differing = differing_flags(args, state.get("args"))
+        COVERED.require(not uncovered, folder=folder, **named(uncovered))
+        differ = shapes_of(other, held, model)
+        SAME_SHAPES.require(not other, folder=folder, shapes=differ, fix=differing or _AS_SAVED)
         grown = sorted(k for k in set(model) & set(held) if model[k][0][:1] > held[k][:1])
         if grown and args.rank == 0:
             logger.warning(
                 "%s has fewer rows than the model: %s; the others keep random "
                 "initial values, which is right only if they are padding of the vocabulary",
                 folder,
-                _shapes_of(grown, held, model),
+                shapes_of(grown, held, model),
             )
         self._report_difference(args, folder, absent, extra, differing)
 
@@ -288,25 +270,26 @@ class Checkpoint(Feature):
         self, args: MegatronArgs, folder: str, absent: list[str], extra: list[str], differing: str
     ) -> None:
         """Parameters on one side only: refused, or logged where the user's flags accept it."""
-        lacking = (
-            f"{folder} does not hold {len(absent)} of the model's parameters ({_some(absent)})"
-        )
-        unused = f"{folder} holds {len(extra)} parameters that the model lacks ({_some(extra)})"
-        hint = differing or "give the model's flags as they were when it was saved"
-        if absent and args.dist_ckpt_strictness not in _LENIENT:
-            raise ConfigError(
-                f"{lacking}, which would keep random initial values; {hint}, or accept that with "
-                "--dist-ckpt-strictness log_all"
-            )
-        if extra and not (args.finetune or args.dist_ckpt_strictness in _LENIENT):
-            raise ConfigError(
-                f"{unused}, so this would be another model; {hint}, or accept that with --finetune "
-                "or --dist-ckpt-strictness log_all"
-            )
+        strict = args.dist_ckpt_strictness not in _LENIENT
+        fix = f"{differing or _AS_SAVED}, or accept that with"
+        lenient = "--dist-ckpt-strictness log_all"
+        lacking = {"folder": folder, **named(absent)}
+        OWN_PARAMETERS.require(not (absent and strict), **lacking, fix=f"{fix} {lenient}")
+        unused = {"folder": folder, **named(extra)}
+        kept = not extra or args.finetune or not strict
+        OTHER_PARAMETERS.require(kept, **unused, fix=f"{fix} --finetune or {lenient}")
         if args.rank == 0 and absent:
-            logger.warning("%s; they keep random initial values", lacking)
+            logger.warning(
+                "%(folder)s does not hold %(count)d of the model's parameters (%(names)s); they "
+                "keep random initial values",
+                lacking,
+            )
         if args.rank == 0 and extra:
-            logger.warning("%s; they are left out", unused)
+            logger.warning(
+                "%(folder)s holds %(count)d parameters that the model lacks (%(names)s); they are "
+                "left out",
+                unused,
+            )
 
     def _uncovered(self, wanted: Mapping[str, Any]) -> list[str]:
         """Parameters of this rank's chunks that nothing in ``wanted`` will fill."""
@@ -331,84 +314,3 @@ def _saved_layout(args: object) -> Layout:
 def _entries(chunks: int) -> list[str]:
     """Megatron's names of the model's parts in a state dict."""
     return ["model"] if chunks == 1 else [f"model{i}" for i in range(chunks)]
-
-
-def _shapes(part: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Global shape of each tensor in a sharded state, by global name, and if it may differ."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
-    found = {}
-    for value in nested_values(part):
-        # A factory stands for tensors that are saved in another form, e.g. two halves.
-        built = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
-        for tensor in built:
-            if isinstance(tensor, ShardedTensor):
-                shape = tuple(int(n) for n in tensor.global_shape)
-                found[str(tensor.key)] = (shape, bool(tensor.allow_shape_mismatch))
-    return found
-
-
-def _shapes_on_disk(folder: str, known: Any) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the model's tensors in a checkpoint; read by one rank for all.
-
-    Args:
-        folder: the iteration's.
-        known: the metadata of that folder, where this rank has it already.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-
-    def read() -> dict[str, tuple[int, ...]]:
-        try:
-            found = metadata.read(folder) if known is None else known
-            return metadata.model_shapes(found)
-        except ValueError as error:
-            raise ValueError(
-                f"cannot read the metadata of the checkpoint {folder}: {error}"
-            ) from None
-
-    return integrity.from_rank_0(read)
-
-
-def _shapes_of(
-    keys: list[str],
-    held: Mapping[str, tuple[int, ...]],
-    model: Mapping[str, tuple[tuple[int, ...], bool]],
-) -> str:
-    return _some(f"{key} is {held[key]} there and {model[key][0]} here" for key in keys)
-
-
-def _differing_flags(args: MegatronArgs, saved: Any) -> str:
-    """The model's flags that a checkpoint was saved with and this run has not."""
-    values = [
-        f"--{name.replace('_', '-')} {shown(getattr(saved, name))} "
-        f"(here {shown(getattr(args, name, None))})"
-        for name in _MODEL_FLAGS
-        if hasattr(saved, name) and getattr(saved, name) != getattr(args, name, None)
-    ]
-    here, there = LayerPattern.of(args), LayerPattern.of(saved)
-    texts = [None if p is None else p.text.replace("|", "") for p in (here, there)]
-    if texts[0] != texts[1] and there is not None:
-        values.append(f"{there.flag} {texts[1]} (here {texts[0]})")
-    return f"it was saved with {', '.join(values)}" if values else ""
-
-
-def _require_equal_copies(chunks: list[Any]) -> None:
-    """Under V placement rank 0 has the word embeddings twice: both must have been loaded."""
-    import torch
-    from megatron.core import parallel_state
-
-    found = tied_embeddings(parallel_state.get_pipeline_model_parallel_rank(), chunks)
-    if found is not None and not torch.equal(*found):
-        raise RuntimeError(
-            "the two copies of the word embeddings differ after loading; please report this"
-        )
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more

@@ -15,7 +15,7 @@ from ....schedule import generate
 from ....schedule.effects import peak_sets
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
-from ...feature import require_no_conflict
+from ...feature import Rule, require_no_conflict
 from ...utils import most_microbatches
 from .queues import QUEUE_CHUNKS, one_queue
 
@@ -25,6 +25,16 @@ FLAGS = (
     "--moe-memory-budget",
     "--moe-pipeline-costs",
     "--moe-memory-host-budget",
+)
+COPIED = Rule(
+    f"{FLAGS[4]} {{host}} is for what s1 to s3 copy to the host",
+    f"{FLAGS[1]} {{strategy}}{{why}} copies nothing",
+    f"add {FLAGS[1]} s1 (s2, s3), or drop {FLAGS[4]}",
+)
+EXPERTS = Rule(
+    f"{FLAGS[0]} {{chunks}} is for MoE layers",
+    "the model has none (--num-experts is not set)",
+    f"drop {FLAGS[0]}",
 )
 # (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
 Sets = Callable[[int, int], list[int]]
@@ -63,13 +73,9 @@ class MoERequest:
         given = _read(FLAGS[3], costs, cost_file.load)
         host_bytes = _read(FLAGS[4], host, parse_bytes)
         request = cls(chunks, strategy or "none", nbytes, given, host_bytes)
-        if host is not None and not request.copying():
-            why = " without --moe-memory-budget" if strategy == AUTO else ""
-            raise ConfigError(
-                f"{FLAGS[4]} {host} is for what s1 to s3 copy to the host, and "
-                f"{FLAGS[1]} {request.strategy}{why} copies nothing; add {FLAGS[1]} s1 "
-                f"(s2, s3), or drop {FLAGS[4]}"
-            )
+        why = " without --moe-memory-budget" if strategy == AUTO else ""
+        kept = host is None or request.copying()
+        COPIED.require(kept, host=host, strategy=request.strategy, why=why)
         return request
 
     @property
@@ -123,11 +129,7 @@ class MoERequest:
         Raises:
             ConfigError: the first rule that applies.
         """
-        if not args.num_experts:
-            raise ConfigError(
-                f"{FLAGS[0]} {self.chunks} is for MoE layers, and the model has none "
-                f"(--num-experts is not set); drop {FLAGS[0]}"
-            )
+        EXPERTS.require(args.num_experts, chunks=self.chunks)
         parts = dict.fromkeys(parts_of(self.strategy), f"{FLAGS[1]} {self.strategy}")
         if self.chooses:
             parts[CHOSEN] = f"{FLAGS[0] if self.chunks == AUTO else FLAGS[1]} {AUTO}"
@@ -181,6 +183,19 @@ def layer_shape(config: Any, hidden: int, tp: int, element_bytes: int) -> LayerS
     return LayerShape(row, max(1, ffn // tp), bool(gated), element_bytes)
 
 
+def balanced(config: Any, tokens: int) -> tuple[LayerShape, int]:
+    """Sizes of a layer's experts, and the rows of a call if routing is balanced.
+
+    Args:
+        config: Megatron's, or its arguments.
+        tokens: of a microbatch.
+    """
+    tp = config.tensor_model_parallel_size
+    etp = config.expert_tensor_parallel_size or tp
+    rows = tokens * config.moe_router_topk * etp // (tp * config.context_parallel_size)
+    return layer_shape(config, config.hidden_size, etp, config.params_dtype.itemsize), rows
+
+
 def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets: Sets) -> None:
     """Refuse a budget that cannot be kept even where all experts get the same number of rows.
 
@@ -192,10 +207,7 @@ def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets
     """
     pp, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     microbatches = most_microbatches(args)
-    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    shards = args.context_parallel_size * args.tensor_model_parallel_size
-    rows = args.seq_length * args.micro_batch_size * args.moe_router_topk * etp // shards
-    shape = layer_shape(args, args.hidden_size, etp, args.params_dtype.itemsize)
+    shape, rows = balanced(args, args.seq_length * args.micro_batch_size)
     frequency = args.moe_layer_freq
     pattern = frequency if isinstance(frequency, list) else [1] + [0] * (frequency - 1)
     share = sum(pattern) / len(pattern)

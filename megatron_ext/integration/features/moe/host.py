@@ -24,7 +24,7 @@ from ...host_memory import memory_on_hosts, usable_bytes_a_rank
 from ...pipeline import groups_of_call, pipeline_group
 from ...targets import STEPS
 from ...utils import chunks_of, device_of, gather_over
-from .flags import FLAGS, Sets, layer_shape
+from .flags import FLAGS, Sets, balanced
 from .layer import FixedPolicy, PipelinedMoE
 
 logger = logging.getLogger(__name__)
@@ -130,11 +130,7 @@ class HostArenas(Callback):
         layers = [m for model in models for m in model.modules() if isinstance(m, MoELayer)]
         if not layers:
             return dict.fromkeys(self._strategies, 0), ""
-        config = layers[0].config
-        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-        etp = config.expert_tensor_parallel_size or tp
-        rows = tokens * config.moe_router_topk * etp // (tp * cp)
-        shape = layer_shape(config, config.hidden_size, etp, config.params_dtype.itemsize)
+        shape, rows = balanced(layers[0].config, tokens)
         rank = parallel_state.get_pipeline_model_parallel_rank()
         passes = self._calls(len(models), microbatches)[rank]
         calls = -(-len(layers) // len(models)) * passes

@@ -20,9 +20,9 @@ from ....schedule.link import POLICIES, Link
 from ....schedule.schedule import Schedule
 from ... import saved_parameters
 from ...callbacks import Callback, Duration, Step
-from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run
 from ...hooks import Hook
+from ...rules import Rule
 from . import measure
 from .measure import TransferSetup
 from .planned import Planned
@@ -35,12 +35,24 @@ logger = logging.getLogger(__name__)
 _ASSUMED = "0.25"
 _ON = Needs({"--pp-offload": (), "--pp-offload-chunks": ()}, "--pp-offload auto (or half, full)")
 
+POLICY = Rule(
+    "--pp-offload-policy {policy} is for offloading",
+    "it is off",
+    "add --pp-offload auto (or half, full), or drop --pp-offload-policy",
+)
+NO_BYTES = Rule(
+    "--pp-offload-policy {policy} does not support --pp-memory-cap {cap}",
+    "it keeps parts of offloaded sets on the device, which a cap in bytes cannot count",
+    "give the cap as a fraction, or use --pp-offload-policy all",
+)
+
 
 class Offload(Feature):
     """On with ``--pp-offload``, ``--pp-offload-chunks`` or a schedule file that offloads: moves the
     activation sets of one rank in every training step (a ``Mover``)."""
 
     per_model = True
+    rules = (POLICY, NO_BYTES)
 
     flags = (
         Flag(
@@ -85,17 +97,9 @@ class Offload(Feature):
         policy = run.args.pp_offload_policy
         if policy is None or run.request is None:
             return
-        if not run.request.offloads:
-            raise ConfigError(
-                f"--pp-offload-policy {policy} is for offloading, which is off; add --pp-offload "
-                "auto (or half, full), or drop --pp-offload-policy"
-            )
-        if policy_of(policy) is not keep_nothing and run.request.cap_bytes is not None:
-            raise ConfigError(
-                f"--pp-offload-policy {policy} keeps parts of offloaded sets on the device, which "
-                f"--pp-memory-cap {run.args.pp_memory_cap} cannot count; give the cap as a "
-                "fraction, or use --pp-offload-policy all"
-            )
+        POLICY.require(run.request.offloads, policy=policy)
+        kept = policy_of(policy) is keep_nothing or run.request.cap_bytes is None
+        NO_BYTES.require(kept, policy=policy, cap=run.args.pp_memory_cap)
 
     def start(self, run: Run) -> Sequence[Callback]:
         request = run.request

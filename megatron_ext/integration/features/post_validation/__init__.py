@@ -21,7 +21,7 @@ from ....runtime.edges import connected
 from ....schedule.placement import Placement
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
-from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
+from ...feature import Conflict, Flag, Run, require_no_conflict
 from ...hooks import hooked
 from ...pipeline import start_param_sync
 from ...targets import CHAINED_STEP, DECIDE_EXIT, SAVE
@@ -39,7 +39,7 @@ _HOOKED = "the first passes of an iteration run before Megatron prepares for the
 _STATE = "its state is not known to be restored exactly; drop it"
 
 
-class PostValidation(Feature):
+class PostValidation(Head):
     """On with ``--pp-post-validation``: steps the optimizer ahead of validation, while recent steps
     needed no clipping."""
 
@@ -105,12 +105,13 @@ class PostValidation(Feature):
         if run.request is None or run.args.pp_post_validation is None:
             return ()
         assert run.pipeline is not None
-        self._head, self._patience = Head(run.pipeline), run.args.pp_post_validation
+        self._set_up(run.pipeline)
+        self._patience = run.args.pp_post_validation
         self._plain = 0  # iterations in a row
         self._stepped = False
         self._groups: StageGroups | None = None
         self._ahead = self._undone = 0  # steps taken ahead, and those of them that were undone
-        return (self._head, self)
+        return (self,)
 
     @hooked(CHAINED_STEP, "the optimizer would wait for all ranks")
     def _with_validation(
@@ -124,26 +125,26 @@ class PostValidation(Feature):
 
     @hooked(SAVE, "a checkpoint could hold random states of an iteration that has only begun")
     def _after_dropping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._head.drop()
+        self.drop()
         return original(*args, **kwargs)
 
     @hooked(DECIDE_EXIT, "a run could end with messages in flight")
     def _before_exit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ends = original(*args, **kwargs)
         if ends:
-            self._head.drop()
+            self.drop()
         return ends
 
     def _may_step_ahead(self, optimizer: Any) -> bool:
         from megatron.training import get_args
 
-        if self._groups is None and self._head.possible:
+        if self._groups is None and self.possible:
             # Collective over the job, so before anything that only some ranks do.
-            self._groups = StageGroups(optimizer.chained_optimizers, self._head.last.group)
+            self._groups = StageGroups(optimizer.chained_optimizers, self.last.group)
         return (
             self._stepped
             and self._plain >= self._patience
-            and self._head.possible
+            and self.possible
             and goes_on(get_args())
         )
 
@@ -157,13 +158,13 @@ class PostValidation(Feature):
 
     def _step_ahead(self, optimizer: Any, original: Callable[..., Any]) -> tuple[bool, Any, Any]:
         assert self._groups is not None
-        attempt = Attempt(optimizer, self._groups, self._head)
+        attempt = Attempt(optimizer, self._groups, self)
         self._ahead += 1
-        self._head.run(attempt)
+        self.run(attempt)
         assert attempt.state is not None
         if attempt.step_of.is_plain(attempt.state):
             return attempt.step_of.accept(attempt.state)
-        self._head.drop()
+        self.drop()
         self._undone += 1
         result = attempt.step_of.redo(original, attempt.state)
         self._plain = 0

@@ -5,35 +5,37 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch.distributed as dist
+
 from ....runtime.edges import MessageOptions
 from ....runtime.post_validation import StepOperations, StepValidator
 from ....schedule.post_validation import describe_gain, head_length
 from ....schedule.schedule import Schedule
-from ...callbacks import Callback, Step
+from ...callbacks import Step
+from ...feature import Feature
 from ...pipeline import ScheduledPipeline
 from ...runner import Call
-from .rewind import Replays, Rewind
+from ...utils import Wrappers
+from .rewind import Replay, Rewind
 
 logger = logging.getLogger(__name__)
 
 
-class Head(Callback):
+class Head(Feature):
     """Begins the next training iteration as the last one was."""
 
-    def __init__(self, pipeline: ScheduledPipeline) -> None:
+    def _set_up(self, pipeline: ScheduledPipeline) -> None:
         self._pipeline = pipeline
-        self._replays = Replays()
+        self._replays = Wrappers(Replay)
         self._last: Call | None = None
         self._begun: tuple[Step, Rewind] | None = None
 
     # --- events ---
 
     def data_iterators(self, iterators: list[Any], training: bool) -> list[Any]:
-        return self._replays.of(iterators) if training else iterators
+        return self._replays.over(iterators) if training else iterators
 
     def planned(self, plan: Schedule) -> None:
-        import torch.distributed as dist
-
         if dist.get_rank() == 0:
             logger.info("%s", describe_gain(plan))
 

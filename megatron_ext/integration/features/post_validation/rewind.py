@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...targets import ROUTER_METRICS
 from ...utils import unwrapped
 
 
@@ -54,21 +55,6 @@ class Replay:
         """Give again what was given since ``record``."""
         self._again.extendleft(reversed(self._given or ()))
         self._given = None
-
-
-class Replays:
-    """The data iterators of the last call, each with its own ``Replay``."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, Replay] = {}
-
-    def of(self, iterators: Sequence[Any]) -> list[Any]:
-        """``iterators``, with those that are there in ``Replay``; the same ones each time."""
-        former = self._known
-        self._known = {
-            id(it): former.get(id(it)) or Replay(it) for it in iterators if it is not None
-        }
-        return [None if it is None else self._known[id(it)] for it in iterators]
 
 
 class Rewind:
@@ -130,14 +116,8 @@ class Rewind:
 
 def _metrics() -> list[dict[str, Any]]:
     """The dictionaries in which Megatron sums up losses of MoE layers until it logs them."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        return [get_moe_layer_wise_logging_tracker()]
-    tracker: dict[str, Any] = get_moe_metrics_tracker()._metrics
-    return [tracker]
+    tracker = ROUTER_METRICS.found()
+    return [getattr(tracker, "_metrics", tracker)]
 
 
 def _random_states() -> dict[str, Any]:

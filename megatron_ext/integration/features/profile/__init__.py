@@ -16,20 +16,42 @@ from ....runtime.trace import Recorder
 from ....schedule.placement import Placement
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Step
-from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
 from ...measuring import hop_seconds, host_rates, pass_seconds
+from ...rules import FREE_ORDER, Rule
 from ...utils import file_contents, unwrapped
-from .agreement import agree, durations
-from .set_sizes import SetSizes
+from .measured import SetSizes, agree, durations
 
 logger = logging.getLogger(__name__)
+
+ONE_SOURCE = Rule(
+    "{flag} does not support --pp-cost {cost}",
+    "both give pass times",
+    "keep one, or measure again with --pp-profile-steps",
+)
+READ = Rule(
+    "--pp-profile {path} needs measurements of such a run, which are read without "
+    "--pp-profile-steps",
+    "{error}",
+    "give another file, or measure again",
+)
+NO_PROFILE = Rule(
+    "--pp-profile {path} needs a new file or a profile to overwrite",
+    "this one is none ({error})",
+    "give another name",
+)
+WRITABLE = Rule(
+    "--pp-profile {path} needs a folder to be written to after {steps} steps",
+    "{folder} is none that this user may write in",
+    "make it, or give another name",
+)
 
 
 class ProfileSteps(Feature):
     """``--pp-profile-steps`` and ``--pp-profile``."""
 
     per_model = True
+    rules = (FREE_ORDER, ONE_SOURCE, READ, NO_PROFILE, WRITABLE)
 
     flags = (
         Flag(
@@ -59,18 +81,12 @@ class ProfileSteps(Feature):
         steps, path = run.args.pp_profile_steps, run.args.pp_profile
         if run.request is None or (steps is None and path is None):
             return
-        if run.request.file is not None:
-            flag = f"--pp-profile-steps {steps}" if steps is not None else f"--pp-profile {path}"
-            raise ConfigError(
-                f"--pp-schedule {run.request.name}: a file's order is fixed; drop {flag}"
-            )
+        flag = f"--pp-profile-steps {steps}" if steps is not None else f"--pp-profile {path}"
+        FREE_ORDER.require(run.request.file is None, flag=flag, schedule=run.request.name)
         if steps is not None and path is not None:
             _require_writable(path, steps, run.args.rank)
-        elif path is not None and run.args.pp_cost is not None:
-            raise ConfigError(
-                f"--pp-cost {run.args.pp_cost} and --pp-profile {path} both give pass times; keep "
-                "one, or measure again with --pp-profile-steps"
-            )
+        elif path is not None:
+            ONE_SOURCE.require(run.args.pp_cost is None, flag=flag, cost=run.args.pp_cost)
 
     def check(self, run: Run) -> None:
         args, path = run.args, run.args.pp_profile
@@ -81,9 +97,7 @@ class ProfileSteps(Feature):
             run.profile = Profile.load(path)
             run.profile.require(own)
         except PlanError as error:
-            raise ConfigError(
-                f"--pp-profile {path}: {error} (without --pp-profile-steps it is read)"
-            ) from None
+            raise READ.broken(path=path, error=error) from None
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None:
@@ -174,13 +188,7 @@ def _require_writable(path: str, steps: int, rank: int) -> None:
         try:
             Profile.load(path)
         except PlanError as error:
-            raise ConfigError(
-                f"--pp-profile {path} would be overwritten, but it is no profile ({error}); give "
-                "another name"
-            ) from None
+            raise NO_PROFILE.broken(path=path, error=error) from None
     folder = target.absolute().parent
-    if rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(
-            f"--pp-profile {path} cannot be written after {steps} steps: {folder} is no folder "
-            "that this user may write in; make it, or give another name"
-        )
+    kept = rank != 0 or (folder.is_dir() and os.access(folder, os.W_OK))
+    WRITABLE.require(kept, path=path, steps=steps, folder=folder)

@@ -14,8 +14,9 @@ from ....plan.slices import CONFLICTS, FLAG, PACKED
 from ....releases import parse
 from ....schedule import AUTO
 from ...callbacks import Callback, Step
-from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
+from ...rules import FREE_ORDER, Rule
+from ...utils import Wrappers
 from .model import SlicedModel
 from .run import Batches, SliceRunner, require_nothing_left
 from .state import Cuts
@@ -31,6 +32,29 @@ def _count(text: str) -> int | str:
         return text if text == AUTO else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number or {AUTO}, got {text!r}") from None
+
+
+OF_FILE = Rule(
+    "{flag} needs a schedule file with as many slices",
+    "--pp-schedule {schedule} has {count} slices a microbatch",
+    f"drop it, or give {FLAG} {{count}}",
+)
+W_OF_FILE = Rule(
+    f"{WEIGHTS} {{joined}} needs a schedule file with such W passes",
+    "--pp-schedule {schedule} has {has}",
+    "drop it",
+)
+SIZES = Rule("{flag} needs --seq-length and --hidden-size", "one is not given", "add both")
+PREDICTION = Rule(
+    "{flag} does not support --mtp-num-layers {depths} on megatron-core {version}",
+    "its losses of other depths have no function of their own",
+    "use 0.17 or newer, or drop one of them",
+)
+LENGTHS = Rule(
+    "{flag} needs --pp-microbatch-costs lengths",
+    "lengths differ between microbatches",
+    f"add it, or give {FLAG}",
+)
 
 
 class Slices(SlicedModel, Feature):
@@ -74,30 +98,27 @@ class Slices(SlicedModel, Feature):
         ),
     )
     conflicts = CONFLICTS
+    rules = (OF_FILE, W_OF_FILE, SIZES, PREDICTION, LENGTHS)
 
     def check_flags(self, run: Run) -> None:
         file = None if run.request is None else run.request.file
         if file is None:
             return
         count, joined = file.slices[0] if file.slices else 1, run.args.pp_slice_weights
-        name = f"--pp-schedule {run.args.pp_schedule}"
-        if run.args.pp_slices not in (None, count) or run.args.pp_slice_tokens is not None:
-            if count == 1:
-                raise ConfigError(f"{_text(run)}: the order in {name} is fixed; drop it")
-            raise ConfigError(
-                f"{_text(run)}: {name} has {count} slices a microbatch; drop it, or give "
-                f"{FLAG} {count}"
-            )
-        if joined is not None and (joined == "joined") != file.joined:
-            has = "one W for all slices" if file.joined else "a W for every slice"
-            raise ConfigError(f"{WEIGHTS} {joined}: {name} has {has}; drop it")
+        name, text = run.args.pp_schedule, _text(run)
+        asked = run.args.pp_slices not in (None, count) or run.args.pp_slice_tokens is not None
+        FREE_ORDER.require(not asked or count > 1, flag=text, schedule=name)
+        OF_FILE.require(not asked, flag=text, schedule=name, count=count)
+        kept = joined is None or (joined == "joined") == file.joined
+        has = "one W for all slices" if file.joined else "a W for every slice"
+        W_OF_FILE.require(kept, joined=joined, schedule=name, has=has)
 
     def check(self, run: Run) -> None:
         wanted = _wanted(run)
         if not wanted or run.request is None:
             return
-        if run.args.seq_length is None or run.args.hidden_size is None:
-            raise ConfigError(f"{_text(run)} needs --seq-length and --hidden-size")
+        known = run.args.seq_length is not None and run.args.hidden_size is not None
+        SIZES.require(known, flag=_text(run))
         self._ask(run, wanted)
 
     def _ask(self, run: Run, wanted: Sequence[Wanted]) -> None:
@@ -109,12 +130,9 @@ class Slices(SlicedModel, Feature):
         args, tokens = run.args, run.args.seq_length
         assert run.request is not None and tokens is not None
         require_no_conflict(args, self.conflicts, {"": _text(run)})
-        if getattr(args, "mtp_num_layers", None) and parse(run.version)[:2] < _PREDICTION:
-            raise ConfigError(
-                f"{_text(run)} does not support --mtp-num-layers {args.mtp_num_layers} "
-                f"on megatron-core {run.version}, whose losses of other depths have no function of "
-                "their own; use 0.17 or newer, or drop one of them"
-            )
+        depths = getattr(args, "mtp_num_layers", None)
+        kept = not depths or parse(run.version)[:2] >= _PREDICTION
+        PREDICTION.require(kept, flag=_text(run), depths=depths, version=run.version)
         if args.pp_slices == AUTO:
             cuts = tuple(one.cut(tokens, args) for one in wanted if one.fits(tokens, args))
             run.request = replace(run.request, cuts=cuts)
@@ -122,11 +140,9 @@ class Slices(SlicedModel, Feature):
         lengths_differ = run.library and getattr(args, "variable_seq_lengths", False)
         first = wanted[0]
         _set_cut(run, first)
-        if first.tokens is not None and lengths_differ and args.pp_microbatch_costs != "lengths":
-            raise ConfigError(
-                f"{_text(run)} needs --pp-microbatch-costs lengths, since lengths differ between "
-                f"microbatches; add it, or give {FLAG}"
-            )
+        of_steps = args.pp_microbatch_costs == "lengths"
+        kept = first.tokens is None or not lengths_differ or of_steps
+        LENGTHS.require(kept, flag=_text(run))
         if first.count > 1:
             cut = first.shortest(args) if lengths_differ else first.cut(tokens, args)
             run.request = replace(run.request, cut=cut)
@@ -140,7 +156,7 @@ class Slices(SlicedModel, Feature):
         self._cut, self.implementations = wanted[0], _implementations(run)
         # Of the loss function: of a script the first step's, of a trainer that of every step.
         self._library, self._unknown = run.library, True
-        self._batches: Sequence[Batches | None] = ()
+        self._batches = Wrappers(Batches)
         return (self,)
 
     # --- an iteration ---
@@ -149,18 +165,13 @@ class Slices(SlicedModel, Feature):
         if not training:
             return iterators
         # The same for the same ones: an iteration that was begun early is known by them.
-        known = {id(one.source): one for one in self._batches if one is not None}
-        self._batches = [
-            None if it is None else known.get(id(it)) or Batches(it) for it in iterators
-        ]
-        return [*self._batches]
+        return [*self._batches.over(iterators)]
 
     def begin(self, step: Step) -> None:
         if not step.training:
             return
-        for batches in self._batches:
-            if batches is not None:
-                batches.whole = not step.plan.slices
+        for batches in self._batches.there:
+            batches.whole = not step.plan.slices
         if not step.plan.slices:
             return
         call, config = step.call, step.call.iteration.config
@@ -180,7 +191,7 @@ class Slices(SlicedModel, Feature):
             SliceRunner,
             slicing=self.slicing,
             cuts=cuts,
-            batches=self._batches,
+            batches=self._batches.of_chunks,
             unknown=self._unknown,
         )
 

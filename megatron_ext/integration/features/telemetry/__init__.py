@@ -13,12 +13,11 @@ from ....runtime import files
 from ....schedule.baseline import Promise, promise
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Loads, Step
-from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
 from ...hooks import bound, hooked
+from ...rules import Rule
 from ...targets import PRINT_LAST, TRAIN, TRAINING_LOG
-from . import memory_line, text
-from .meter import Meter
+from . import measured, text
 from .traces import Traces
 
 logger = logging.getLogger(__name__)
@@ -30,10 +29,18 @@ def _in_megatrons_loop(telemetry: Any) -> bool:
     return bool(telemetry._run.training)
 
 
+WRITABLE = Rule(
+    "--pp-trace {folder} needs a folder that every rank can make and write",
+    "this one cannot be written ({why})",
+    "give another one",
+)
+
+
 class Telemetry(Feature):
     """On for every schedule: lines of rank 0's log when a plan is known and after the second step
     on GPUs; inside Megatron's training loop also in its line and in the end."""
 
+    rules = (WRITABLE,)
     flags = (
         Flag(
             "--pp-trace",
@@ -52,18 +59,14 @@ class Telemetry(Feature):
             why = "it is not writable"
         except OSError as error:
             usable, why = False, error.strerror or str(error)
-        if not usable:
-            raise ConfigError(
-                f"--pp-trace {trace} cannot be written ({why}); give a folder that every rank can "
-                "make and write"
-            )
+        WRITABLE.require(usable, folder=trace, why=why)
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None:
             return ()
         self._run = run
         self._traces = None if run.args.pp_trace is None else Traces(run.args.pp_trace)
-        self._meter = Meter()
+        self._meter = measured.Meter()
         self._steps = 0
         self._said = ""
         self._plan: Schedule | None = None  # the last one that was made
@@ -128,12 +131,12 @@ class Telemetry(Feature):
         if self._traces is not None:
             self._traces.take(step)
         self._steps += step.training
-        second = step.training and self._steps == memory_line.STEP
+        second = step.training and self._steps == measured.STEP
         if second and step.call.device.type == "cuda":
-            every = memory_line.held(step)
+            every = measured.held(step)
             if dist.get_rank() == 0:
-                planned = memory_line.planned_bytes(self._run, step.plan)
-                logger.info("%s", memory_line.text(every, step.plan, planned))
+                planned = measured.planned_bytes(self._run, step.plan)
+                logger.info("%s", measured.memory_text(every, step.plan, planned))
 
     def returning(self, step: Step) -> None:
         if self._traces is not None:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from ....schedule.placement import Placement
 from ...building import Building, FirstChunk
 from ...callbacks import Callback, Step
-from ...errors import ConfigError
 from ...feature import Feature, Run
 from ...hooks import Hook, bound, hooked
-from ...layout import LayerPattern, vee_layout
+from ...layout import OF_VEE, LayerPattern, vee_layout
 from ...model_classes import generates, hybrid_model_has_chunks, no_text, require_placed
+from ...rules import Rule
 from ...targets import (
     BRIDGE_EMBEDDINGS,
     CONFIG_POST_INIT,
@@ -40,10 +40,39 @@ from .roles import CHUNKS, Roles, is_first_stage, is_last_stage, pp_rank
 
 _PLACED = "_megatron_ext_placed"  # attribute of a model chunk that was built for a V
 
+EVEN = Rule(
+    "V placement on {pp} ranks needs layers for {stages} stages",
+    "num_layers is {layers}",
+    "make it a multiple or set pipeline_model_parallel_layout (is_hybrid_model for a hybrid model)",
+)
+TWO_CHUNKS = Rule(
+    "V placement needs two chunks of a model on a rank",
+    "this Megatron's {model} has one",
+    "use a schedule with one chunk, e.g. --pp-schedule zb-h1, or megatron-core 0.17 or newer",
+)
+PLACED = Rule(
+    "--pp-schedule {schedule} needs stages that are placed as a V",
+    "this {model} was built in Megatron's own order of stages",
+    "call megatron_ext.enable() before the model is built",
+)
+EQUAL = Rule(
+    "--pp-schedule {schedule} needs equal copies of the tied word embeddings, which it has on one "
+    "rank",
+    "they differ, since {why}",
+    "{fix}, or use a schedule with Megatron's own placement, e.g. zb-h1",
+)
+ONE_RANK = Rule(
+    "--pp-schedule {schedule} needs embedding and output layer on one rank",
+    "Megatron's embedding group was made for ranks {ranks}",
+    "call megatron_ext.enable() before initialize_model_parallel()",
+)
 
-class VPlacement(Feature):
+
+class VPlacement(Roles, Feature):
     """On for schedules with V placement. It brings what rank 0 computes to where Megatron expects
     it."""
+
+    rules = (EVEN, TWO_CHUNKS, PLACED, EQUAL, ONE_RANK, OF_VEE)
 
     def check(self, run: Run) -> None:
         if run.library and run.request is not None and run.request.vee:
@@ -54,18 +83,18 @@ class VPlacement(Feature):
             return ()
         self._name = run.request.name
         self._relay = Relay()
-        self._roles = Roles(run.training or "megatron.training" in sys.modules)
+        self.training = run.training or "megatron.training" in sys.modules
         self._first_chunk = FirstChunk("a model with tied weights under V placement")
         # Models with tied embeddings, and those whose gradients of both copies are not added yet.
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._apart: weakref.WeakSet[Any] = weakref.WeakSet()
-        return (self, self._roles)
+        return (self,)
 
     # --- where Megatron builds a model ---
 
     def hooks(self) -> Sequence[Hook]:
         found = [*super().hooks()]
-        if self._roles.training:
+        if self.training:
             why = "a model that cannot be placed as a V would be loaded before it is refused"
             found += Building(why, built=self._require_placed).hooks()
         return found
@@ -77,12 +106,7 @@ class VPlacement(Feature):
         # the layers are spread evenly. Hybrid models have a pattern of layers instead.
         if pp > 1 and layout is None and not config.is_hybrid_model:
             per_stage, rest = divmod(config.num_layers, CHUNKS * pp)
-            if rest:
-                raise ConfigError(
-                    f"V placement on {pp} ranks has {CHUNKS * pp} stages, but num_layers is "
-                    f"{config.num_layers}; make it a multiple or set "
-                    "pipeline_model_parallel_layout (is_hybrid_model for a hybrid model)"
-                )
+            EVEN.require(not rest, pp=pp, stages=CHUNKS * pp, layers=config.num_layers)
             stages = ["t" * per_stage] * (CHUNKS * pp)
             layout = "E" + "|".join(stages) + "m" * (config.mtp_num_layers or 0) + "L"
         if pp > 1 and isinstance(layout, str):
@@ -101,12 +125,8 @@ class VPlacement(Feature):
     def _model_init(
         self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if "vp_stage" not in inspect.signature(original).parameters:
-            raise ConfigError(
-                f"this Megatron's {type(model).__name__} has one chunk a rank and cannot be placed "
-                "as a V; use a schedule with one chunk, e.g. --pp-schedule zb-h1, or megatron-core "
-                "0.17 or newer"
-            )
+        has_chunks = "vp_stage" in inspect.signature(original).parameters
+        TWO_CHUNKS.require(has_chunks, model=type(model).__name__)
         call = bound(original, model, *args, **kwargs)
         vp_stage = call.arguments.get("vp_stage")
         if vp_stage is None:
@@ -184,19 +204,15 @@ class VPlacement(Feature):
         chunks = [unwrapped(m) for m in models]
         require_placed(chunks, self._name)
         for chunk in chunks:
-            if not hasattr(chunk, _PLACED):
-                raise ConfigError(
-                    f"--pp-schedule {self._name} places stages as a V, but this "
-                    f"{type(chunk).__name__} was built in Megatron's own order of stages; call "
-                    "megatron_ext.enable() before the model is built"
-                )
+            placed, kind = hasattr(chunk, _PLACED), type(chunk).__name__
+            PLACED.require(placed, schedule=self._name, model=kind)
 
     # --- an iteration ---
 
     def begin(self, step: Step) -> None:
         self._require_placed(step.call.iteration.models)
         self._require_equal_copies(step)
-        self._roles.running = True
+        self.running = True
 
     def _require_equal_copies(self, step: Step) -> None:
         """Once a model, and after a step whose gradients were not added: rank 0 has both copies of
@@ -209,19 +225,15 @@ class VPlacement(Feature):
             return
         self._checked.add(chunks[0])
         found = tied_embeddings(pp_rank(), chunks)
-        if found is not None and not torch.equal(*found):
-            why, fix = (
-                "whatever loaded the weights filled one of them",
-                "load a torch_dist checkpoint",
-            )
-            if trained:
-                why = "each was trained by its own gradient"
-                fix = "finalize gradients by Megatron's finalize_model_grads"
-            raise ConfigError(
-                f"--pp-schedule {step.plan.name} has both copies of the tied word embeddings on "
-                f"one rank, but they differ: {why}; {fix}, or use a schedule with Megatron's own "
-                "placement, e.g. zb-h1"
-            )
+        why, fix = (
+            "whatever loaded the weights filled one of them",
+            "load a torch_dist checkpoint",
+        )
+        if trained:
+            why = "each was trained by its own gradient"
+            fix = "finalize gradients by Megatron's finalize_model_grads"
+        kept = found is None or torch.equal(*found)
+        EQUAL.require(kept, schedule=step.plan.name, why=why, fix=fix)
 
     def passes_done(self, step: Step, watchdog: Any) -> None:
         self._relay.start(
@@ -236,10 +248,10 @@ class VPlacement(Feature):
 
     def returning(self, step: Step) -> None:
         losses = self._relay.losses()
-        self._roles.running = False
+        self.running = False
         if losses is not None:
             step.losses = losses
-        elif step.rank != step.call.group.size() - 1 and not self._roles.results_on_both:
+        elif step.rank != step.call.group.size() - 1 and not self.results_on_both:
             step.losses = []  # as in stock, so that a sum over the pipeline has them once
 
     @hooked(TIED_GRADIENTS, "copies of tied weights would drift apart where a trainer finalizes")
@@ -266,7 +278,7 @@ class VPlacement(Feature):
 
     def close(self) -> None:
         self._relay.finish()
-        self._roles.running = True
+        self.running = True
 
 
 def _embedding_ranks(pp_ranks: list[int], *unused: Any) -> list[int]:
@@ -284,12 +296,8 @@ def require_embedding_ranks(name: str) -> None:
     # Megatron keeps the group's list of ranks when it destroys the group.
     group = parallel_state._EMBEDDING_GROUP
     ranks = [] if group is None else dist.get_process_group_ranks(group)
-    if parallel_state.model_parallel_is_initialized() and len(ranks) > 1:
-        raise ConfigError(
-            f"--pp-schedule {name} has embedding and output layer on one rank, but Megatron's "
-            f"embedding group was made for ranks {ranks}; call megatron_ext.enable() before "
-            "initialize_model_parallel()"
-        )
+    made = parallel_state.model_parallel_is_initialized() and len(ranks) > 1
+    ONE_RANK.require(not made, schedule=name, ranks=ranks)
 
 
 def reduce_tied_gradients(chunks: list[Any]) -> None:

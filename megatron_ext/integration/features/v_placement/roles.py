@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...callbacks import Callback
 from ...errors import ConfigError
 from ...hooks import hooked
 from ...targets import (
@@ -53,21 +52,20 @@ def is_last_stage(rank: int, vp_stage: int | None) -> bool:
     return rank == 0 and vp_stage == CHUNKS - 1
 
 
-class Roles(Callback):
+class Roles:
     """Gives every asker the roles of a V.
 
-    Args:
-        training: Megatron's training package is in use.
-
     Attributes:
+        training: Megatron's training package is in use.
         running: models are built, or run; else a call has returned. "The last rank", asked for by
             itself, is that of labels and the loss before, and that of the returned values then.
         results_on_both: a trainer asks for the rank that has the returned values, and rank 0 needs
             them too.
     """
 
-    def __init__(self, training: bool) -> None:
-        self.training, self.running, self.results_on_both = training, True, False
+    training = False
+    running = True
+    results_on_both = False
 
     @hooked(LAST_STAGE, "no labels where the loss is computed")
     def _is_pipeline_last_stage(

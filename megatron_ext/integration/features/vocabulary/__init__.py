@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 from ...arguments import MegatronArgs
 from ...callbacks import Callback, Step
-from ...errors import ConfigError
 from ...feature import Conflict, Feature, Flag, Needs, Run, require_no_conflict
 from ...gradients import gradient_hook, require_gradient_hooks
 from ...hooks import Hook
-from ...layout import predicts_early
+from ...layout import require_prediction_last
 from ...utils import LastModels
 from .ends import FLAG, require_no_hooks
-from .model import SharedOut, require_divisible
+from .model import RULES, SharedOut, require_divisible
 from .passes import runner_of
 
 _CHUNKS = "--pp-vocab-chunks"
@@ -105,6 +104,7 @@ class VocabularyParallel(SharedOut, Feature):
         ),
     )
     conflicts = _CONFLICTS
+    rules = RULES
 
     def check(self, run: Run) -> None:
         args, chunks = run.args, run.args.pp_vocab_chunks
@@ -112,12 +112,8 @@ class VocabularyParallel(SharedOut, Feature):
             return
         require_no_conflict(args, self.conflicts, {"": FLAG})
         layout = args.pipeline_model_parallel_layout
-        if isinstance(layout, str) and predicts_early(layout):
-            raise ConfigError(
-                f"{FLAG} takes the hidden states of multi-token prediction from the last stage, "
-                f"but --pipeline-model-parallel-layout {layout} has its layers (m) before that; "
-                "put them on the last stage, as in 'tmL'"
-            )
+        if isinstance(layout, str):
+            require_prediction_last(FLAG, layout)
         notice = _pad(args)
         run.notices += [] if notice is None else [notice]
         if getattr(args, "cross_entropy_loss_fusion", False):

@@ -25,6 +25,7 @@ from ....runtime.weight_hooks import foreign_hooks
 from ...building import Building, FirstChunk
 from ...errors import ConfigError
 from ...hooks import Hook, bound, hooked
+from ...rules import Rule
 from ...targets import GPT_INIT, HYBRID_INIT
 from ...utils import unwrapped
 from .ends import FLAG, Ends, HiddenStates, SharedEmbedding, losses_of, with_hooks_of
@@ -33,6 +34,26 @@ _LOADED = "a model without shards would be loaded before it is refused"
 _SHARD = "vocabulary"  # the shard's name in a rank's first chunk
 # Names in checkpoints, and in Megatron's own model.
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+EQUAL_PARTS = Rule(
+    f"{FLAG} on {{pp}} pipeline ranks and {{tp}} tensor ranks needs a vocabulary in equal parts",
+    "its {rows} padded entries are no multiple of {parts}",
+    "pad it to {more}, or let Megatron pad it",
+)
+NO_HOOKS = Rule(
+    f"{FLAG} does not support hooks on the whole embedding and output layer",
+    "every rank gets a part, and the script has registered them while it built the model",
+    "register them on the parts (parameters of the module 'vocabulary') once it is built, or drop "
+    "it",
+)
+ALL_FROZEN = Rule(
+    f"{FLAG} needs tied weights that are frozen alike, since it has one copy of them",
+    "the script has frozen {frozen} of {copies} copies that Megatron built (embedding, output "
+    "layer, embedding for multi-token prediction)",
+    "freeze all of them or none",
+)
+GPT_MODEL = Rule(f"{FLAG} is for megatron.core's GPTModel", "this model is a {model}", "drop it")
+RULES = (EQUAL_PARTS, NO_HOOKS, ALL_FROZEN, GPT_MODEL)
 
 
 class VocabularyShard(torch.nn.Module):
@@ -131,12 +152,10 @@ def require_divisible(rows: int, pp: int, tp: int) -> None:
     Raises:
         ConfigError: they cannot be shared out equally.
     """
-    if rows % (pp * tp):
-        raise ConfigError(
-            f"{FLAG} gives each of {pp} pipeline ranks and {tp} tensor ranks an equal part of the "
-            f"vocabulary, but its {rows} padded entries are no multiple of {pp * tp}; pad it to "
-            f"{-(-rows // (pp * tp)) * pp * tp}, or let Megatron pad it"
-        )
+    parts = pp * tp
+    EQUAL_PARTS.require(
+        rows % parts == 0, pp=pp, tp=tp, parts=parts, rows=rows, more=-(-rows // parts) * parts
+    )
 
 
 @dataclass(frozen=True)
@@ -188,19 +207,9 @@ class _Pipeline:
         found = torch.tensor([*counts, hooks], device=device)
         dist.all_reduce(found, group=self.group)
         *counted, hooked = found.tolist()
-        if hooked:
-            raise ConfigError(
-                f"{FLAG} gives every rank a part of embedding and output layer, but the script has "
-                "registered hooks on the whole matrices while it built the model; register them on "
-                "the parts (parameters of the module 'vocabulary') once it is built, or drop it"
-            )
-        for frozen, copies_of in (counted[:2], counted[2:]):
-            if frozen not in (0, copies_of):
-                raise ConfigError(
-                    f"{FLAG} has one copy of tied weights, but the script has frozen {frozen} of "
-                    f"{copies_of} copies that Megatron built (embedding, output layer, embedding "
-                    "for multi-token prediction); freeze all of them or none"
-                )
+        NO_HOOKS.require(not hooked)
+        for frozen, copies in (counted[:2], counted[2:]):
+            ALL_FROZEN.require(frozen in (0, copies), frozen=frozen, copies=copies)
         return [counted[0] > 0, counted[2] > 0]
 
 
@@ -306,7 +315,4 @@ def _parameter(rows: Tensor, frozen: bool) -> Parameter:
 
 
 def _other_model(model: Any) -> ConfigError:
-    return ConfigError(
-        f"{FLAG} shards the vocabulary of megatron.core's GPTModel, but this model is a "
-        f"{type(model).__name__}; drop it"
-    )
+    return GPT_MODEL.broken(model=type(model).__name__)

@@ -1,0 +1,49 @@
+"""Rules that facts of a run must keep, as data; their sentences have one style."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .errors import ConfigError
+
+VERBS = ("needs", "does not support", "is for")
+
+
+class Rule(NamedTuple):
+    """One rule. Names in braces stand for facts that are given when it is applied.
+
+    Attributes:
+        rule: subject, one of ``VERBS``, object.
+        found: in a run that breaks it; for what is not supported the reason.
+        fix: what to do.
+    """
+
+    rule: str
+    found: str
+    fix: str
+
+    @property
+    def text(self) -> str:
+        """The sentence, with its facts in braces."""
+        excluded = VERBS[1] in self.rule
+        return f"{self.rule}{': ' if excluded else ', but '}{self.found}; {self.fix}"
+
+    def broken(self, **facts: object) -> ConfigError:
+        """The error of a run with these facts."""
+        return ConfigError(self.text.format(**facts))
+
+    def require(self, kept: object, **facts: object) -> None:
+        """Raise unless it is ``kept``.
+
+        Raises:
+            ConfigError: the rule with these facts.
+        """
+        if not kept:
+            raise self.broken(**facts)
+
+
+FREE_ORDER = Rule(
+    "{flag} is for schedules that are ordered by costs",
+    "--pp-schedule {schedule} is a file, whose order is fixed",
+    "drop {flag}",
+)
