@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from ._input import attribute
@@ -71,6 +72,28 @@ def first_conflict(
         if value is not None:
             return rule.only, f"{rule.flag} {value}".strip() + f": {rule.reason}"
     return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that is refused, of more than one option and its value.
+
+    Attributes:
+        what: it is, for a table.
+        broken: given the facts as attributes, true where it is there.
+        text: the refusal, with names of facts in braces.
+    """
+
+    what: str
+    broken: Callable[[Any], Any]
+    text: str
+
+
+def first_broken(rules: Iterable[Rule], facts: Mapping[str, Any]) -> str | None:
+    """The refusal of the first rule that ``facts`` break; None: they keep all."""
+    given = SimpleNamespace(**facts)
+    found = next((rule for rule in rules if rule.broken(given)), None)
+    return None if found is None else found.text.format_map(facts)
 
 
 def argument(flag: str) -> str:

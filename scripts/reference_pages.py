@@ -180,6 +180,7 @@ def flags() -> str:
 def refused() -> str:
     """The page of options that a feature does not support."""
     from megatron_ext.integration.features import FEATURES as ALL
+    from megatron_ext.integration.features.schedule.rules import RULES
 
     lines = ["# Refused flags", "", WRITTEN, ""]
     lines += [
@@ -192,6 +193,9 @@ def refused() -> str:
             title, page = REFUSING[feature.__name__]
             lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
             lines += table(*_refusals(feature.conflicts))
+    lines += ["", "## Other combinations of `--pp-schedule`", ""]
+    lines += ["What stands in braces is filled in.", ""]
+    lines += table(("what", "the refusal"), ((rule.what, rule.text) for rule in RULES))
     return "\n".join(lines) + "\n"
 
 

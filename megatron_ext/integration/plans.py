@@ -19,7 +19,7 @@ from .later import Armed, Searches
 from .utils import gather
 
 if TYPE_CHECKING:
-    from .features.schedule.choose import Choice
+    from .features.schedule.choose import ScheduleRequest
 
 # Microbatches, training, and what a plan for loads is made from.
 _Key = tuple[int, bool, tuple[Any, ...] | None]
@@ -43,7 +43,7 @@ class Plans:
 
     def __init__(
         self,
-        choice: Callable[[int], Choice],
+        choice: Callable[[int], ScheduleRequest],
         placement: Placement,
         inputs: PlanInputs | None = None,
         post_validation: bool = False,
@@ -133,6 +133,7 @@ class Plans:
         # A cap that no quick order keeps is for the search.
         with contextlib.suppress(ValueError):
             if self._begun and not units.shares:
+                assert choice.planner is not None
                 request = choice.planner.later(microbatches, knowledge)
                 if request is not None:
                     order = request.quick()

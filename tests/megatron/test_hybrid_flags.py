@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.checkpoints.layout import Layout
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.layout import LayerPattern, layer_counts
 from megatron_ext.plan.layout import spread
 from megatron_ext.schedule import generate
@@ -35,7 +35,9 @@ def arguments(pattern: str | None, **changed: Any) -> SimpleNamespace:
     return megatron_args(**{**values, **changed})
 
 
-def accepted(schedule: str, pattern: str | None, **changed: Any) -> tuple[SimpleNamespace, Choice]:
+def accepted(
+    schedule: str, pattern: str | None, **changed: Any
+) -> tuple[SimpleNamespace, ScheduleRequest]:
     """Megatron's arguments after our checks, and what runs."""
     args = arguments(pattern, **changed)
     request = before_megatron(args, ScheduleRequest.of(schedule))

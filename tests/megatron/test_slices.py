@@ -78,7 +78,6 @@ class TestFlags:
             (sliced, {"pp_slices": 3, "pp_slice_weights": "joined"}, "has a W for every slice"),
             (whole, {}, "the order in .* is fixed; drop it"),
             (whole, {"pp_slices": None, "pp_slice_tokens": 8}, "--pp-slice-tokens 8: the order"),
-            (file("mixed", slices=(2, 2, 2, 3)), {}, "has 2 to 3 slices a microbatch"),
         ):
             with pytest.raises(ConfigError, match=why):
                 checked(path, **flags)
