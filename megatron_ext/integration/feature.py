@@ -24,7 +24,7 @@ from .rules import Rule as Rule
 if TYPE_CHECKING:
     from ..plan.profile import Profile
     from ..runtime.wgrad import WeightGradStore
-    from .features.schedule.choose import Choice, ScheduleRequest
+    from .features.schedule.choose import ScheduleRequest
     from .pipeline import ScheduledPipeline
 
 
@@ -171,7 +171,7 @@ class Run:
             hold is known only when a model comes; ``for_model`` is the run of that model.
         stock_flags: Megatron's own options that were given, with their values as text.
         request: what ``--pp-schedule`` asks for; None: Megatron's own schedule runs.
-        schedule: what answers it; known after Megatron's validation, or see ``choice``.
+        schedule: the same with its planner; known after Megatron's validation, or see ``choice``.
         profile: of a former run, to plan with.
         chunks: model chunks a rank; known after Megatron's validation, or with the model.
         experts_in_chunks: MoE layers run in chunks of tokens.
@@ -193,7 +193,7 @@ class Run:
     library: bool = False
     stock_flags: Mapping[str, str] = field(default_factory=dict)
     request: ScheduleRequest | None = None
-    schedule: Choice | None = None
+    schedule: ScheduleRequest | None = None
     profile: Profile | None = None
     chunks: int = 1
     experts_in_chunks: bool = False
@@ -209,11 +209,10 @@ class Run:
     even_slices: bool = False
 
     def __post_init__(self) -> None:
-        if self.request is None and self.schedule is not None:
-            self.request = self.schedule.request
+        self.request = self.request or self.schedule
 
-    def choice(self, microbatches: int) -> Choice:
-        """What answers the request; in a library settled by the first training step.
+    def choice(self, microbatches: int) -> ScheduleRequest:
+        """The request with its planner; in a library settled by the first training step.
 
         Raises:
             ConfigError: options that do not fit the model, or a cap that is not kept.

@@ -19,10 +19,9 @@ from .later import Armed, Searches
 from .utils import gather
 
 if TYPE_CHECKING:
-    from .features.schedule.choose import Choice
+    from .features.schedule.choose import ScheduleRequest
 
-# Microbatches, training, and what a plan for loads is made from.
-_Key = tuple[int, bool, tuple[Any, ...] | None]
+_Key = tuple[StepUnits, bool]  # and training
 MOST_PLANS = 32  # that are kept; a large one takes 20 MB of host memory
 
 
@@ -43,7 +42,7 @@ class Plans:
 
     def __init__(
         self,
-        choice: Callable[[int], Choice],
+        choice: Callable[[int], ScheduleRequest],
         placement: Placement,
         inputs: PlanInputs | None = None,
         post_validation: bool = False,
@@ -82,13 +81,13 @@ class Plans:
             self._kept = {key: kept for key, kept in self._kept.items() if not key[1]}
             self._inputs.changed, self._begun = False, False
         own = loads if loads is not None and loads.units else None
-        key = microbatches, training, None if own is None else own.units
+        units = StepUnits(microbatches) if own is None else own.step
+        key = units, training
         former = self._kept.pop(key, None)
         if training:
             self._searches.step()
         made: Schedule | None = None
         if former is None:
-            units = StepUnits(microbatches) if own is None else own.step
             made = self._new(units, training, group)
             self._begun |= training
         elif training and own is None:
@@ -104,8 +103,8 @@ class Plans:
         while len(self._kept) > MOST_PLANS:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
-            if oldest[1] and oldest[2] is None:
-                self._searches.drop(oldest[0])
+            if oldest[1] and not oldest[0].shares:
+                self._searches.drop(oldest[0].microbatches)
         for callback in callbacks if training and made is not None else ():
             if own is not None:
                 callback.planned_for(plan, arranged(own, plan))
@@ -117,9 +116,9 @@ class Plans:
 
     def in_force(self, microbatches: int) -> Schedule | None:
         """The training plan for ``microbatches`` that was used last."""
-        wanted = microbatches, True
-        kept = (plan for key, plan in reversed(self._kept.items()) if key[:2] == wanted)
-        return next(kept, None)
+        kept = reversed(self._kept.items())
+        wanted = (p for (units, train), p in kept if train and units.microbatches == microbatches)
+        return next(wanted, None)
 
     def close(self) -> None:
         """End what is searched for beside training."""
@@ -133,6 +132,7 @@ class Plans:
         # A cap that no quick order keeps is for the search.
         with contextlib.suppress(ValueError):
             if self._begun and not units.shares:
+                assert choice.planner is not None
                 request = choice.planner.later(microbatches, knowledge)
                 if request is not None:
                     order = request.quick()

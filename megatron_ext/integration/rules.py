@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from .errors import ConfigError
 
@@ -16,11 +18,14 @@ class Rule(NamedTuple):
         rule: subject, one of ``VERBS``, object.
         found: in a run that breaks it; for what is not supported the reason.
         fix: what to do.
+        broken_by: given the facts as attributes, true where they break it; None: who applies it
+            knows.
     """
 
     rule: str
     found: str
     fix: str
+    broken_by: Callable[[Any], Any] | None = None
 
     @property
     def text(self) -> str:
@@ -40,6 +45,18 @@ class Rule(NamedTuple):
         """
         if not kept:
             raise self.broken(**facts)
+
+
+def require(rules: Iterable[Rule], **facts: Any) -> None:
+    """Refuse facts that break a rule.
+
+    Raises:
+        ConfigError: the first one.
+    """
+    given = SimpleNamespace(**facts)
+    for rule in rules:
+        if rule.broken_by is not None and rule.broken_by(given):
+            raise rule.broken(**facts)
 
 
 FREE_ORDER = Rule(

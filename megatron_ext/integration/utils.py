@@ -142,7 +142,7 @@ def full_batch(args: MegatronArgs) -> int | None:
     neither says it, before Megatron has set its default."""
     # Before core_v0.18 Megatron lacks it.
     steps: str | None = getattr(args, "step_batch_size_schedule", None)
-    if steps is None:
+    if not steps:
         return args.global_batch_size
     try:
         return max(int(step.split(":")[1]) for step in steps.split())

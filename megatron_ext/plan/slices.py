@@ -11,6 +11,7 @@ from typing import Any
 
 from .._conflict import Conflict, first_conflict
 from ..schedule import GENERATORS, ScheduleSpec
+from ..schedule.select import IN_PAIRS
 from ..schedule.units import shares_of
 from .model import Job
 
@@ -72,7 +73,6 @@ CONFLICTS = (
 PACKED = ("--sft", "--dataloader-inter-document-masking")  # they pack documents in sequences
 NUMBERS = (2, 4)  # of slices that a search tries
 LONG = 16_384  # tokens of a sequence that is worth cutting whatever the microbatches
-NOT_WITH = ("dualpipev",)  # its passes run in pairs
 # Tokens that W of a slice takes longer by, whatever its own (docs/concepts/slices.md).
 _SHORT = 1_400
 
@@ -116,7 +116,7 @@ def worth_it(spec: ScheduleSpec, job: Job) -> bool:
     """True where slices may gain much: few microbatches, or long sequences."""
     if spec.offload or spec.barriers or spec.overlap or spec.cap is not None:
         return False
-    if spec.name in NOT_WITH or GENERATORS[spec.name].takes_memory_cap:
+    if spec.name in IN_PAIRS or GENERATORS[spec.name].takes_memory_cap:
         return False
     if job.num_experts:  # what few tokens cost experts was not measured
         return False

@@ -66,7 +66,8 @@ class ShareCap:
     """A cap on activations alone.
 
     Attributes:
-        share: of 1F1B's peak, which is pp microbatches or pp * chunks activation sets.
+        share: of 1F1B's peak, which is pp microbatches or pp * chunks activation sets; also in
+            steps with fewer, so that a run's cap does not change with its batch.
         growth: bytes of a set between B and W, as a multiple of its bytes between F and B; 1F1B has
             no such sets, so with it ``share`` is one of bytes.
         in_bytes: it stands for a cap in bytes, as the number of sets that fit in it: orders are

@@ -24,21 +24,24 @@ ONE_CHUNK: tuple[str, ...] = tuple(
     if made.placement == "loop" and made.default_chunks == 1 and not made.any_chunks
 )
 ANY_CHUNKS: tuple[str, ...] = tuple(name for name, made in GENERATORS.items() if made.any_chunks)
+IN_PAIRS = ("dualpipev",)
 
 
-def suiting(chunks: int | None, vee: bool) -> tuple[str, ...]:
+def suiting(chunks: int | None, vee: bool, equal: bool = True) -> tuple[str, ...]:
     """The schedules for a model of so many chunks a rank, the simplest first.
 
     Args:
         chunks: None: as many as a schedule wants.
         vee: they can be placed as a V, if they are two.
+        equal: microbatches are, as schedules in pairs need them.
     """
-    if chunks == 1:
-        return ONE_CHUNK
-    vees = [name for name, made in GENERATORS.items() if made.placement == "vee"]
+    vees = {name for name, made in GENERATORS.items() if made.placement == "vee"}
+    found: Sequence[str] = ONE_CHUNK
     if chunks is None:
-        return tuple(name for name in GENERATORS if vee or name not in vees)
-    return (*ANY_CHUNKS, *(vees if vee and chunks == 2 else ()))
+        found = [name for name in GENERATORS if vee or name not in vees]
+    elif chunks != 1:
+        found = [*ANY_CHUNKS, *(n for n in GENERATORS if vee and chunks == 2 and n in vees)]
+    return tuple(name for name in found if equal or name not in IN_PAIRS)
 
 
 def select(spec: ScheduleSpec) -> Selected:

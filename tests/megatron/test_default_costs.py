@@ -175,7 +175,7 @@ def test_a_cap_in_bytes_is_kept_when_the_order_is_made_anew(on: Any, schedule: s
     on(H100)
     run = run_of(schedule, pp_memory_cap="60GiB")
     assert run.request is not None
-    cap = run.request.for_job(run.request.estimate.job).cap  # type: ignore[union-attr, arg-type]
+    cap = module.capped(run.request, run.request.estimate.job).cap  # type: ignore[union-attr, arg-type]
     assert cap is not None and cap.fits(plan_of(run))
     module.settle(run, A100)
     assert cap.fits(plan_of(run))

@@ -149,7 +149,7 @@ def test_rules_name_flags_that_exist() -> None:
 def test_rules_make_sentences_of_one_style(rule: Rule) -> None:
     """Subject, one verb, object, what was found or why, and what to do, with all facts in it."""
     verbs = [verb for verb in VERBS if f" {verb} " in rule.rule]
-    assert len(verbs) == 1 and all(rule)
+    assert len(verbs) == 1 and all(rule[:3])
     names = {name for _, name, *_ in string.Formatter().parse(rule.text) if name}
     rule.require(True)
     with pytest.raises(ConfigError) as error:

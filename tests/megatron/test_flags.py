@@ -16,14 +16,17 @@ import pytest
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.schedule import Schedule as ScheduleFeature
-from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.pipeline import prepare
+from megatron_ext.integration.features.schedule.rules import FILE, RULES
 from megatron_ext.integration.flags import (
     GROUP,
     add_arguments,
     defaults,
 )
+from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
+from megatron_ext.schedule.generators.vocabulary import add_vocabulary
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
 from tests.support.schedules import made
@@ -67,12 +70,6 @@ def test_unknown_name_lists_the_known() -> None:
     text = refusal("v-haff")
     assert "'v-haff' is not known" in text
     assert all(name in text for name in ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb"))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "v-zb"])
-def test_one_pipeline_rank(schedule: str) -> None:
-    text = refusal(schedule, pipeline_model_parallel_size=1)
-    assert "--pipeline-model-parallel-size >= 2, got 1" in text
 
 
 def test_profile_of_a_file(tmp_path: Path) -> None:
@@ -171,15 +168,6 @@ def test_layers_that_do_not_split_over_the_v() -> None:
     assert "multiple of 8" in text
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("num_layers_per_virtual_pipeline_stage", 2), ("num_virtual_stages_per_pipeline_rank", 2)],
-)
-def test_virtual_stages_with_v(flag: str, value: int) -> None:
-    text = refusal("v-half", **{flag: value})
-    assert f"remove --{flag.replace('_', '-')} {value}" in text
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
 def test_virtual_stages_with_one_chunk(schedule: str) -> None:
     text = refusal(schedule, num_virtual_stages_per_pipeline_rank=2)
@@ -193,10 +181,12 @@ def test_schedules_of_several_chunks_need_virtual_stages(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ScheduleFeature.conflicts, ids=lambda rule: rule.flag)
-def test_features_that_do_not_work_together(rule: Conflict) -> None:
-    used = {rule.attribute: "something", "transformer_impl": "local"}
-    text = refusal("v-half", **used)
-    assert f"does not support {rule.flag} something: {rule.reason}" in text
+def test_features_that_do_not_work_together(rule: Conflict, tmp_path: Path) -> None:
+    value = "0:32" if rule.attribute == "step_batch_size_schedule" else "something"
+    used = {rule.attribute: value, "transformer_impl": "local"}
+    save(generate("v-half", 4, 8), tmp_path / "x.json")
+    text = refusal(str(tmp_path / "x.json") if rule.only == FILE else "v-half", **used)
+    assert f"does not support {rule.flag} {value}: {rule.reason}" in text
     if rule.only:
         before_megatron(arguments(**used), ScheduleRequest.of("zb-h1"))
     else:
@@ -205,10 +195,74 @@ def test_features_that_do_not_work_together(rule: Conflict) -> None:
         before_megatron(arguments(**{rule.attribute: off}), ScheduleRequest.of("v-half"))
 
 
+def broken_rules(folder: Path) -> dict[str, tuple[str, dict[str, Any], dict[str, Any], str]]:
+    """Of each rule: a schedule, options of the request and arguments that break it, and words."""
+
+    def file(name: str, schedule: Schedule) -> str:
+        save(schedule, folder / f"{name}.json")
+        return str(folder / f"{name}.json")
+
+    vee, odd = generate("v-half", 4, 8), folder / "odd.json"
+    data = generate("1f1b", 2, 1).to_json()
+    odd.write_text(json.dumps({**data, "placement": [[1], [0]], "ranks": data["ranks"][::-1]}))
+    passes = generate("v-half", 4, 8, costs=Costs.of(vocabulary=["0.1", "0.1", "0.01", "0.01"]))
+    away = offload_pass(vee, Link.of(4, Fraction(1, 4)), "full").schedule
+    offload = {"offloading": OffloadRequest("half")}
+    virtual = "num_virtual_stages_per_pipeline_rank"
+    plain, lists = file("vee", vee), {"pipeline_model_parallel_layout": "Ett|tt|tt|tt|ttL"}
+    mixed = generate("zb-h1", 4, 2, effort=0, slices=(1, 2))
+    return {
+        "seconds above 0": ("v-zb", {"effort": 0.0}, {}, "at most 3600, but it is 0.0; give"),
+        "the group size itself": ("auto", {"group_size": 3}, {}, "support --pp-group-size 3: it"),
+        "order is fixed": (plain, {"cost": "1,1,1"}, {}, "does not support --pp-cost"),
+        "needs a cap": ("v-cap", {}, {}, "--pp-schedule v-cap needs a cap"),
+        "memory of {name}": ("zb-h1", {"memory_cap": "4GiB"}, {}, "support --pp-memory-cap 4GiB"),
+        "all cut alike": (file("mixed", mixed), {}, {}, "has 1 to 2 slices a microbatch"),
+        "own offload": (file("away", away), offload, {}, "has its own offload actions; drop"),
+        "with one barrier": (file("two", add_vocabulary(passes, 2)), {}, {}, "has 2 barriers a"),
+        "placement is": (str(odd), {}, {}, "needs Megatron's placement"),
+        "{name} has none": (plain, {}, {"pp_vocab_parallel": True}, "the file with --vocab"),
+        "is for a sharded": (
+            *(file("one", add_vocabulary(passes)), {}, {}),
+            "without --vocabulary, or add --pp-vocab-parallel",
+        ),
+        "{size} >= 2": (
+            *("v-zb", {}, {"pipeline_model_parallel_size": 1}),
+            "--pipeline-model-parallel-size >= 2, but it is 1; raise it",
+        ),
+        "is for {ranks} pipeline ranks": (
+            *(file("small", generate("v-half", 2, 8)), {}, {}),
+            "is for 2 pipeline ranks, but there are 4; generate it with --pp 4",
+        ),
+        "can share": ("v-half", {}, lists, "4 pipeline ranks can share, but --pipeline-model-par"),
+        "cannot choose": ("auto", {}, {virtual: 1}, f"support --{virtual.replace('_', '-')} 1: it"),
+        "hybrid models": ("v-half", {}, {"is_hybrid_model": True}, "needs 2 model chunks a rank"),
+        "always has two": (
+            *("v-half", {}, {"num_layers_per_virtual_pipeline_stage": 2}),
+            "does not support --num-layers-per-virtual-pipeline-stage 2: it always has two",
+        ),
+        "{number} a rank": ("1f1b", {}, {virtual: 2}, f"but --{virtual.replace('_', '-')} 2 makes"),
+    }
+
+
+def test_every_rule_is_refused_in_its_words(tmp_path: Path) -> None:
+    cases = broken_rules(tmp_path)
+    assert len(cases) == len(RULES)
+    for rule in RULES:
+        (start,) = (start for start in cases if start in rule.text)
+        schedule, options, changed, words = cases[start]
+        args = arguments(**changed)
+        with pytest.raises(ConfigError) as error:
+            before_megatron(args, ScheduleRequest.of(schedule, **options))
+        text = str(error.value)
+        assert words in text and "\n" not in text and "{" not in text
+        pattern = re.escape(re.sub(r"{[^}]*}", "\0", rule.text)).replace("\0", ".*")
+        assert re.fullmatch(pattern, text), rule.text
+
+
 @pytest.mark.parametrize(
     ("schedule", "options", "text"),
     [
-        ("v-cap", {}, "--pp-memory-cap 0.6"),
         ("v-cap", {"memory_cap": "0.2"}, "takes a memory cap from 2"),
         ("v-cap", {"memory_cap": "much"}, "got 'much'"),
         ("v-half", {"memory_cap": "0.5"}, "takes no memory cap"),
@@ -261,7 +315,7 @@ def test_v_asks_megatron_for_two_chunks() -> None:
 class TestAuto:
     """Decided before Megatron builds the model: pp 4, 8 microbatches."""
 
-    def decided(self, options: dict[str, Any], **changed: Any) -> tuple[Choice, Any]:
+    def decided(self, options: dict[str, Any], **changed: Any) -> tuple[ScheduleRequest, Any]:
         args = arguments(**changed)
         request = before_megatron(args, ScheduleRequest.of("auto", **options))
         return request.resolve(4, None, 8), args
@@ -271,7 +325,7 @@ class TestAuto:
         choice, args = self.decided({"memory_cap": cap, "cost": "1,1.1,0.8,0.05"})
         costs, sets = Costs.of(1, "1.1", "0.8", "0.05"), int(8 * float(cap or 1))
         expected = made("auto", 4, 8, 2, costs, memory_cap=sets)
-        assert (choice.name, choice.request.note) == (expected.name, expected.note)
+        assert (choice.name, choice.note) == (expected.name, expected.note)
         assert choice.placement.is_vee() == expected.placement.is_vee()
         text = args.pipeline_model_parallel_layout
         chunks = text.count("|") // 4 + 1 if text else args.num_virtual_stages_per_pipeline_rank
@@ -309,12 +363,6 @@ class TestAuto:
         choice, _ = self.decided({"memory_cap": "0.875"}, num_virtual_stages_per_pipeline_rank=2)
         assert choice.name in ("gis", "gis-h", "po")
         assert max(simulate(choice.plan(8)).peak_sets) <= 7
-        with pytest.raises(ConfigError, match="auto cannot choose under --num-virtual-stages"):
-            self.decided({}, num_virtual_stages_per_pipeline_rank=1)
-
-    def test_group_size(self) -> None:
-        with pytest.raises(ConfigError, match="drop --pp-group-size 3"):
-            ScheduleRequest.of("auto", group_size=3)
 
     def test_what_is_never_supported(self) -> None:
         assert "--cpu-offloading" in refusal("auto", cpu_offloading=True)
@@ -416,38 +464,17 @@ class TestFile:
         # Here the checker's grid around the fault follows the sentence.
         assert "--pp-schedule: " in str(error.value).splitlines()[0]
 
-    def test_placement_that_the_runtime_cannot_make(self, tmp_path: Path) -> None:
-        path = self.write(tmp_path, generate("1f1b", 2, 1))
-        data = json.loads(Path(path).read_text())
-        data["placement"] = [[1], [0]]
-        data["ranks"] = data["ranks"][::-1]
-        Path(path).write_text(json.dumps(data))
-        with pytest.raises(ConfigError, match="neither Megatron's"):
-            ScheduleRequest.of(path)
-
     def test_offload_actions_are_not_dropped(self, tmp_path: Path) -> None:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
         assert plan.has_offload
         choice = ScheduleRequest.of(self.write(tmp_path, plan)).resolve(4, 2, 8)
-        assert choice.request.offloads
+        assert choice.offloads
         assert choice.plan(8).ranks == plan.ranks
-
-    def test_other_pipeline_size(self, tmp_path: Path) -> None:
-        path = self.write(tmp_path, generate("v-half", 2, 8))
-        assert "a file for 2 pipeline ranks, but there are 4; generate it with --pp 4" in refusal(
-            path
-        )
 
     def test_other_microbatches(self, tmp_path: Path) -> None:
         choice = ScheduleRequest.of(self.write(tmp_path, generate("v-half", 4, 9)))
         args = arguments(virtual_pipeline_model_parallel_size=2)
         with pytest.raises(ConfigError, match="for 9 microbatches but the run has 8"):
-            after_megatron(args, choice)
-
-    def test_batch_size_rampup(self, tmp_path: Path) -> None:
-        choice = ScheduleRequest.of(self.write(tmp_path, generate("v-half", 4, 8)))
-        args = arguments(virtual_pipeline_model_parallel_size=2, rampup_batch_size=[8, 8, 100])
-        with pytest.raises(ConfigError, match="--rampup-batch-size"):
             after_megatron(args, choice)
 
     def test_lowered_and_interleaved_files_are_accepted(self, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.checkpoints.layout import Layout
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.layout import LayerPattern, layer_counts
 from megatron_ext.plan.layout import spread
 from megatron_ext.schedule import generate
@@ -35,7 +35,9 @@ def arguments(pattern: str | None, **changed: Any) -> SimpleNamespace:
     return megatron_args(**{**values, **changed})
 
 
-def accepted(schedule: str, pattern: str | None, **changed: Any) -> tuple[SimpleNamespace, Choice]:
+def accepted(
+    schedule: str, pattern: str | None, **changed: Any
+) -> tuple[SimpleNamespace, ScheduleRequest]:
     """Megatron's arguments after our checks, and what runs."""
     args = arguments(pattern, **changed)
     request = before_megatron(args, ScheduleRequest.of(schedule))
@@ -86,10 +88,10 @@ def test_a_v_says_which_stages_to_list() -> None:
     text = refusal("v-half", "M*-M-")
     assert "evenly over 4 stages, but --hybrid-layer-pattern M*-M- has 5; list" in text
     assert text.endswith("'M|*|-|M-'")
-    assert "remove --num-virtual" in refusal(
+    assert "does not support --num-virtual" in refusal(
         "v-half", "M*-M", num_virtual_stages_per_pipeline_rank=2
     )
-    assert "which 2 pipeline ranks cannot share" in refusal("v-half", "M|*|-")
+    assert "needs stages that 2 pipeline ranks can share" in refusal("v-half", "M|*|-")
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb", "gis-h", "po"])

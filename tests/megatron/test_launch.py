@@ -28,14 +28,14 @@ FLAGS = shlex.split(
         ),
         (
             ["--pp-schedule", "v-half", "--pipeline-model-parallel-size", "1"],
-            "--pipeline-model-parallel-size >= 2, got 1",
+            "--pipeline-model-parallel-size >= 2, but it is 1",
         ),
         (
             [
                 *["--pp-schedule", "v-half", "--pipeline-model-parallel-size", "4"],
                 *["--num-layers-per-virtual-pipeline-stage", "1"],
             ],
-            "remove --num-layers-per-virtual-pipeline-stage 1",
+            "does not support --num-layers-per-virtual-pipeline-stage 1",
         ),
         (["--pp-schedule", "vhalf"], "did you mean v-half?"),
         (["--pp-shedule", "v-half"], "--pp-shedule is not known; did you mean --pp-schedule?"),

@@ -9,10 +9,12 @@ import pytest
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.lengths import Lengths
+from megatron_ext.integration.features.schedule import Schedule
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
-from megatron_ext.integration.features.schedule.slice_count import suitable
 from megatron_ext.schedule import NAMES, generate
 from megatron_ext.schedule.io import save
+from megatron_ext.schedule.select import suiting
+from tests.support.stand_ins import check
 
 from .test_flags import arguments
 
@@ -56,6 +58,11 @@ def test_orders_that_cannot_be_made(tmp_path: Any) -> None:
 
 
 def test_auto_leaves_out_what_cannot_be_made() -> None:
-    for value, left in (("lengths", ["dualpipev"]), ("equal", []), (None, [])):
-        names = suitable(arguments(pp_microbatch_costs=value), NAMES)
-        assert [name for name in NAMES if name not in names] == left
+    assert [name for name in NAMES if name not in suiting(None, True, equal=False)] == ["dualpipev"]
+    assert suiting(None, True) == NAMES
+    run = Run(
+        arguments(pp_microbatch_costs="lengths"), "0.19.0", request=ScheduleRequest.of("auto")
+    )
+    check(run, Schedule)
+    assert run.request is not None and run.request.decided is not None
+    assert "dualpipev" not in run.request.note

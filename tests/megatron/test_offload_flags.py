@@ -14,11 +14,9 @@ import torch
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
-from megatron_ext.integration.features.schedule.estimate import vocabulary_barriers
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.pairs import bridges
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
-from megatron_ext.schedule.generators.vocabulary import add_vocabulary
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
 from megatron_ext.schedule.planner import Knowledge
@@ -47,7 +45,7 @@ def asked(
 def test_off_is_the_default() -> None:
     assert asked() is None
     assert asked("off") is None
-    assert not ScheduleRequest.of("v-half").resolve(4, 2, 8).request.offloads
+    assert not ScheduleRequest.of("v-half").resolve(4, 2, 8).offloads
 
 
 def test_what_is_asked_for() -> None:
@@ -78,7 +76,7 @@ def test_wrong_flags(flags: dict[str, Any], parts: list[str]) -> None:
 class TestWithASchedule:
     def test_a_pipeline_of_one(self) -> None:
         choice = ScheduleRequest.of("1f1b", offloading=asked("full"))
-        with pytest.raises(ConfigError, match="--pipeline-model-parallel-size >= 2, got 1"):
+        with pytest.raises(ConfigError, match="--pipeline-model-parallel-size >= 2, but it is 1"):
             before_megatron(arguments(pipeline_model_parallel_size=1), choice)
 
     @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("v-half", 2)])
@@ -152,27 +150,6 @@ class TestWithASchedule:
         fewer = with_offload.plan(9, Knowledge(link))
         assert fewer.name == plan.name
         assert max(check(fewer).peak_sets) <= 4 * plan.chunks
-
-    def test_a_file_that_offloads_already(self, tmp_path: Path) -> None:
-        plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
-        save(plan, tmp_path / "x.json")
-        with pytest.raises(ConfigError, match="has its own offload actions; drop --pp-offload"):
-            ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
-
-    def test_a_file_with_a_sharded_vocabulary(self, tmp_path: Path) -> None:
-        costs, path = Costs.of(vocabulary=["0.1", "0.1", "0.01", "0.01"]), tmp_path / "x.json"
-        order = generate("v-half", 4, 8, costs=costs)
-        save(add_vocabulary(order, 2), path)
-        with pytest.raises(ConfigError, match="2 barriers a microbatch.*--vocabulary-barriers 1"):
-            ScheduleRequest.of(str(path))
-        without, sharded = (SimpleNamespace(pp_vocab_parallel=given) for given in (None, True))
-        save(order, path)
-        with pytest.raises(ConfigError, match="has no passes .* with --vocabulary$"):
-            vocabulary_barriers(sharded, ScheduleRequest.of(str(path)))
-        save(add_vocabulary(order), path)
-        with pytest.raises(ConfigError, match="without --vocabulary, or add --pp-vocab-parallel"):
-            vocabulary_barriers(without, ScheduleRequest.of(str(path)))
-        assert vocabulary_barriers(sharded, ScheduleRequest.of(str(path))) == 1
 
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:
         save(generate("v-half", 4, 8), tmp_path / "x.json")

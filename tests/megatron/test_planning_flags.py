@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.schedule.estimate import capped
 from megatron_ext.integration.features.schedule.job import job_of_args, splits_of
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.plan.budget import Budget
@@ -99,7 +100,8 @@ class TestReplanning:
         budget = next(b for b in sizes if min(b.room(Placement.vee(4), True)) == 5)
         offloading = OffloadRequest("full", "0.25")
         request = ScheduleRequest.of("v-half", memory_cap=f"{budget.size}B", offloading=offloading)
-        choice = replace(request, splits=budget.splits).for_job(budget.job).resolve(4, 2, 16)
+        request = capped(replace(request, splits=budget.splits), budget.job)
+        choice = request.resolve(4, 2, 16)
         link = offloading.link(4)
         former = choice.plan(16, Knowledge(link))
         sets = budget.sets(former.placement, True)
@@ -119,7 +121,7 @@ class TestReplanning:
             assert choice.plan(16, Knowledge(link)).ranks == former.ranks
 
     @staticmethod
-    def budgeted(name: str, share: float) -> tuple[Choice, Budget]:
+    def budgeted(name: str, share: float) -> tuple[ScheduleRequest, Budget]:
         """A choice with a cap in bytes, between v-half's peak (0) and v-zb's (1)."""
         line = "--num-layers 16 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --bf16"
         line += " --vocab-size 1024 --untie-embeddings-and-output-weights"
@@ -128,7 +130,7 @@ class TestReplanning:
         size = int(small + share * (large - small))
         budget = replace(budget, size=size)
         request = ScheduleRequest.of(name, memory_cap=f"{size}B")
-        request = replace(request, splits=budget.splits).for_job(budget.job)
+        request = capped(replace(request, splits=budget.splits), budget.job)
         if name == AUTO:
             request = request.decide(4, 16, ("v-min", "v-half", "v-zb", "v-cap"))
         return request.resolve(4, 2, 16), budget
@@ -221,10 +223,6 @@ class TestProfileFlag:
 
 
 class TestCapInBytes:
-    def test_of_a_schedule_whose_memory_is_fixed(self) -> None:
-        with pytest.raises(ConfigError, match="zb-h1 is fixed and takes no --pp-memory-cap 4GiB"):
-            ScheduleRequest.of("zb-h1", memory_cap="4GiB")
-
     def test_that_is_no_size(self) -> None:
         with pytest.raises(ConfigError, match="a size must be a number of bytes > 0"):
             ScheduleRequest.of("auto", memory_cap="0GiB")
@@ -251,7 +249,7 @@ class TestCapAsFraction:
         **{"hidden_dropout": 0.0, "attention_dropout": 0.0},
     }
 
-    def held(self, name: str, **flags: Any) -> tuple[Choice, Fraction]:
+    def held(self, name: str, **flags: Any) -> tuple[ScheduleRequest, Fraction]:
         """The choice, and what its fullest rank holds as a fraction of 1F1B's bytes."""
         args = arguments(**self.SIZES, **flags)
         request = before_megatron(args, ScheduleRequest.of(name, memory_cap=flags["pp_memory_cap"]))

@@ -10,7 +10,7 @@ from megatron_ext.integration.feature import Feature, Run
 from megatron_ext.integration.features.post_validation import PostValidation
 from megatron_ext.integration.features.profile import ProfileSteps
 from megatron_ext.integration.features.schedule import Schedule
-from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 
 
 def megatron_args(**values: Any) -> SimpleNamespace:
@@ -46,7 +46,7 @@ def before_megatron(args: Any, request: ScheduleRequest) -> ScheduleRequest:
     return run.request
 
 
-def after_megatron(args: Any, request: ScheduleRequest) -> Choice:
+def after_megatron(args: Any, request: ScheduleRequest) -> ScheduleRequest:
     """The checks after Megatron's own validation; what runs."""
     run = Run(args, "0.0.0", request=request)
     for feature in _SCHEDULING:

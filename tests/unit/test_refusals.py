@@ -48,8 +48,8 @@ def refusals(source: str) -> Iterator[str]:
             values = [sentence(k.value, known) for k in node.keywords if k.arg == "only"]
             flag, why = (sentence(part, known) for part in node.args[:2])
             yield f"{flag}: {why} {' '.join(values)}".strip()
-        elif name == "Rule" and len(node.args) == 3:
-            rule, broken, fix = (sentence(part, known) for part in node.args)
+        elif name == "Rule" and len(node.args) >= 3:
+            rule, broken, fix = (sentence(part, known) for part in node.args[:3])
             yield f"{rule}, but {broken}; {fix}"
         elif name == "Flag" and node.args:
             flag = sentence(node.args[0], known)

@@ -87,7 +87,7 @@ def megatron(case: dict[str, Any], ours: bool) -> Iterator[Installation]:
     )
     choice = ScheduleRequest.of(case["schedule"]).resolve(PP, chunks, 4)
     version = installation.hooks.version
-    if ours or choice.request.vee:
+    if ours or choice.vee:
         installation.start(Run(args, version, training=False, schedule=choice, chunks=chunks))
     try:
         parallel_state.initialize_model_parallel(

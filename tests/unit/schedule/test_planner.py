@@ -1,4 +1,4 @@
-"""Orders for the microbatches of one step: quick, in the memory of the name or the cap."""
+"""Plans of a run: for equal microbatches, and quick ones for those of one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.plan.loads import Load, shares_of_loads
 from megatron_ext.schedule import Costs, ScheduleSpec, check, generate, lower, simulate
 from megatron_ext.schedule.memory_cap import ShareCap
-from megatron_ext.schedule.planner import order_for_units
+from megatron_ext.schedule.planner import Knowledge, Planner, StepUnits, order_for_units
 
 NAMES = ("1f1b", "zb-h1", "interleaved-zb", "v-half", "v-zb", "v-cap")
 
@@ -77,3 +77,21 @@ def test_a_cap_that_holds_no_microbatch_is_refused() -> None:
     own = shares_of_loads(loads, Load.of([4096]), 4096)
     with pytest.raises(ValueError, match="takes 10 times the activations of a whole one"):
         order_for_units(spec_of("v-cap"), own, free=False)
+
+
+def test_one_call_for_equal_and_other_microbatches() -> None:
+    """Equal ones are searched for and kept; that order serves steps whose units are nearly equal,
+    and measured costs change it where they make it faster."""
+    stages = [(1, 1, 1)] * 7 + [("1.6", "1.4", "1.2")]
+    planner = Planner(replace(spec_of("v-half", costs=Costs.of(stages=stages)), effort=0.3))
+    asked = planner.later(8)
+    assert asked is not None and not asked.is_quick
+    plan = planner.plan(StepUnits(8))
+    assert planner.plan(StepUnits(8)) is plan and planner.later(8) is None
+    own = units(8, spread=0.01)
+    assert planner.plan(StepUnits(8, own, False)).ranks == plan.ranks
+    assert planner.plan(StepUnits(16, units(16), True)).arrangement is not None
+    slow = Costs.of(stages=[(3, 3, 3), *[(1, 1, 1)] * 7])
+    again = planner.plan(StepUnits(8), Knowledge(costs=slow, reorder=True))
+    assert again.costs == slow and again.ranks != plan.ranks
+    assert again.note.startswith("re-planned for measured times")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...._conflict import Conflict
-from ....plan.slices import NOT_WITH
+from ....schedule.select import IN_PAIRS
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
@@ -62,7 +62,7 @@ class Lengths(Feature):
     def check_flags(self, run: Run) -> None:
         if not wanted(run.args) or run.request is None:
             return
-        if run.request.file is not None or run.request.name in NOT_WITH:
+        if run.request.file is not None or run.request.name in IN_PAIRS:
             why = "the order in it is fixed" if run.request.file else "its passes run in pairs"
             raise ConfigError(
                 f"{FLAG} {LENGTHS} makes orders for single steps, but --pp-schedule "

@@ -10,11 +10,12 @@ from ....schedule.generators.registry import takers
 from ...arguments import MegatronArgs
 from ...building import Building
 from ...callbacks import Callback
-from ...feature import Conflict, Feature, Flag, Run
+from ...feature import Feature, Flag, Run
 from ...hooks import Hook, hooked
 from ...model_classes import require_chunks
 from ...targets import DATASETS, SEQLEN_COUNT, TRAIN_STEP
 from ...utils import file_contents
+from .rules import CONFLICTS, RULES
 
 
 def _compared(value: str, args: MegatronArgs) -> str:
@@ -72,86 +73,13 @@ _FLAGS = (
     ),
 )
 
-_ORDER = "it works out what comes next from the order of stock's schedules; drop it"
-_FSDP = (
-    "it frees parameters after each pass, but a weight gradient may come passes later; use "
-    "--use-distributed-optimizer"
-)
-V_PLACEMENT = "V placement"
-
-
-class _LocalAttention(Conflict):
-    """A conflict with Megatron's local attention only; Transformer Engine's ignores the flag."""
-
-    def found(self, args: MegatronArgs) -> str | None:
-        return super().found(args) if args.transformer_impl == "local" else None
-
 
 class Schedule(Feature):
     """Runs the schedule; most other features work on it."""
 
     flags = _FLAGS
-    conflicts = (
-        Conflict("--cpu-offloading", "Megatron allows it only without a pipeline; drop it"),
-        Conflict("--fine-grained-activation-offloading", _ORDER),
-        Conflict(
-            "--defer-embedding-wgrad-compute",
-            "the schedule itself decides when the output layer's weight gradient is computed; "
-            "drop it",
-        ),
-        Conflict("--use-megatron-fsdp", _FSDP),
-        Conflict("--use-torch-fsdp2", _FSDP),
-        Conflict(
-            "--num-microbatches-with-partial-activation-checkpoints",
-            "which microbatches may keep their activations depends on the order of stock's "
-            "schedules; drop it and use a schedule with less memory",
-        ),
-        Conflict(
-            "--overlap-param-gather-with-optimizer-step",
-            "it expects chunks to start in the order of stock's interleaved schedule; use "
-            "--overlap-param-gather alone",
-        ),
-        Conflict(
-            "--hybrid-context-parallel",
-            "it reorders microbatches inside stock's schedules; drop it",
-        ),
-        Conflict("--moe-paged-stash", _ORDER),
-        Conflict(
-            "--perform-rl-step",
-            "inference between training steps runs its own pipeline through the model; drop one "
-            "of them",
-        ),
-        Conflict(
-            "--inprocess-restart",
-            "the hooks of the first start would meet the second; let torchrun restart the ranks "
-            "(--max-restarts)",
-        ),
-        Conflict(
-            "--use-legacy-models",
-            "Megatron's legacy models number their layers in loop order; drop it, or use a "
-            "schedule without V placement, e.g. zb-h1",
-            only=V_PLACEMENT,
-        ),
-        Conflict(
-            "--heterogeneous-layers-config-path",
-            "Megatron's scripts build these layers for one chunk a rank; use a schedule with one, "
-            "e.g. zb-h1",
-            only=V_PLACEMENT,
-        ),
-        Conflict(
-            "--iterations-to-skip",
-            "Megatron's scripts draw the data of skipped iterations for one chunk a rank; use a "
-            "schedule with one, e.g. zb-h1",
-            only=V_PLACEMENT,
-        ),
-        _LocalAttention(
-            "--reset-attention-mask",
-            "with --transformer-impl local the stages between the first and the last would look "
-            "across documents, since Megatron's scripts make this mask on these two alone; use a "
-            "schedule without V placement, e.g. zb-h1, on two ranks",
-            only=V_PLACEMENT,
-        ),
-    )
+    conflicts = CONFLICTS
+    rules = RULES
 
     def check(self, run: Run) -> None:
         if run.request is not None:
@@ -163,8 +91,8 @@ class Schedule(Feature):
         if run.request is not None:
             from .validate import after_megatron
 
-            run.schedule = after_megatron(run.args, run.request)
-            run.request, run.chunks = run.schedule.request, run.schedule.placement.chunks
+            run.request = run.schedule = after_megatron(run.args, run.request)
+            run.chunks = run.schedule.placement.chunks
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.pipeline is None or run.request is None:

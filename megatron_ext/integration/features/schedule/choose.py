@@ -1,9 +1,8 @@
-"""--pp-schedule and its options: which schedule, and its order for any number of microbatches."""
+"""--pp-schedule and its options: which schedule, and its order for the units of any step."""
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from ...._input import meant, parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
 from ....plan.estimate import Estimate, paired, with_shard
-from ....plan.model import Job
 from ....plan.profile import Profile
 from ....schedule import (
     AUTO,
@@ -20,7 +18,6 @@ from ....schedule import (
     CapExceeded,
     Costs,
     Cut,
-    Link,
     OffloadSpec,
     Placement,
     Schedule,
@@ -31,23 +28,25 @@ from ....schedule import (
     load,
     select,
 )
-from ....schedule.generators import MOST_EFFORT, Objective, default_effort
+from ....schedule.generators import Objective, default_effort
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.planner import NOTHING, Knowledge, Planner, StepUnits
 from ...errors import ConfigError
 from ...offload_request import OffloadRequest
+from ...rules import require
+from .rules import OPTIONS
 
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What the flags ask for, before Megatron's own validation has run.
+    """What the flags ask for; ``resolve`` lets it plan.
 
     Attributes:
         name: a schedule's name, ``auto``, or the path of a schedule file.
         costs: as the user gives them, or None.
         cap, group_size, objective, effort: as ``ScheduleSpec``.
-        cap_bytes: a cap in bytes; ``for_job`` makes it a ``cap``.
-        offload: what is offloaded, or None.
+        cap_bytes: a cap in bytes; the model makes it a ``cap`` (``capped``).
+        offload: what is offloaded, or None; a file that offloads has decided it.
         file: the loaded and checked schedule, if a file was given.
         profile: a former run's measurements, to plan with from the first step on.
         splits: layers of every stage, for a number of stages; beside ``profile``.
@@ -59,6 +58,7 @@ class ScheduleRequest:
         overlap: passes run in pairs, as ``ScheduleSpec``.
         cut: of every microbatch's sequence into slices; None: it is not cut.
         cuts: to choose ``cut`` from; empty: it is given.
+        planner: of the schedule that answers it, once the model's chunks are known.
     """
 
     name: str
@@ -80,6 +80,7 @@ class ScheduleRequest:
     overlap: bool = False
     cut: Cut | None = None
     cuts: tuple[Cut, ...] = ()
+    planner: Planner | None = None
 
     @classmethod
     def of(
@@ -107,37 +108,37 @@ class ScheduleRequest:
         Raises:
             ConfigError: unknown name, an unreadable or invalid file, or options that do not fit.
         """
-        size, cap = None, None
-        if effort is not None and not 0 < effort <= MOST_EFFORT:
-            raise ConfigError(
-                f"--pp-effort must be more than 0 and at most {MOST_EFFORT} seconds, got {effort:g}"
-            )
-        try:
+        named = GENERATORS.get(text)
+        file = None if named or text == AUTO else _load(text)
+        in_bytes = memory_cap is not None and memory_cap.strip().endswith("B")
+        slices = (1,) if file is None else file.slices or (1,)
+        require(
+            OPTIONS,
+            name=text,
+            auto=text == AUTO,
+            file=file,
+            fewest=min(slices),
+            most=max(slices),
+            barriers=file and file.barriers,
+            placement=file and file.placement,
+            cost=cost,
+            cap=memory_cap,
+            in_bytes=in_bytes,
+            takes_cap=named is not None and named.takes_memory_cap,
+            group_size=group_size,
+            offload=offloading,
+            effort=effort,
+        )
+        size: int | None = None
+        cap: Cap | None = None
+        with named_errors(text):
             seconds = default_effort() if effort is None else effort
             costs = None if cost is None else Costs.parse(cost)
-            if memory_cap is not None and re.search("B$", memory_cap.strip()):
+            if memory_cap is not None and in_bytes:
                 size = parse_bytes(memory_cap)
             elif memory_cap is not None:
                 cap = ShareCap(parse_cap(memory_cap))
-        except ValueError as error:
-            raise ConfigError(f"--pp-schedule {text}: {error}") from None
-        request = cls(text, costs, cap, size, group_size, offloading, objective, seconds)
-        if text in GENERATORS:
-            _require_cap(text, memory_cap, size, offloading)
-        elif text == AUTO:
-            if group_size is not None:
-                raise ConfigError(
-                    f"--pp-schedule auto chooses the group size itself; drop --pp-group-size "
-                    f"{group_size}, or use --pp-schedule gis"
-                )
-        else:
-            if any(x is not None for x in (cost, group_size, None if offloading else memory_cap)):
-                raise ConfigError(
-                    f"--pp-schedule {text}: a file's order is fixed; drop --pp-cost, "
-                    "--pp-memory-cap and --pp-group-size"
-                )
-            request = replace(request, file=_load(text, offloading))
-        return request
+        return cls(text, costs, cap, size, group_size, offloading, objective, seconds, file)
 
     @property
     def vee(self) -> bool:
@@ -153,25 +154,20 @@ class ScheduleRequest:
             return self.file.splits_backward
         return GENERATORS[self.name].split_backward
 
-    def placement(self, pp: int, chunks: int) -> Placement:
+    def placement_on(self, pp: int, chunks: int) -> Placement:
         """The placement on ``pp`` ranks; not known of ``auto`` before ``decide``."""
         return ScheduleSpec(self.name, pp, 1, chunks, order=self.file).placement
+
+    @property
+    def placement(self) -> Placement:
+        """Rank and chunk of every stage, where ``planner`` is there."""
+        assert self.planner is not None
+        return self.planner.spec.placement
 
     @property
     def offloads(self) -> bool:
         """True if activation sets are offloaded."""
         return self.offload is not None or (self.file is not None and self.file.has_offload)
-
-    def for_job(self, job: Job) -> ScheduleRequest:
-        """The same with a cap in bytes as a cap on the ranks of ``job``."""
-        assert self.cap_bytes is not None and self.splits is not None
-        budget = Budget(job, self.cap_bytes, self.splits, self.profile, sets_grow=True)
-        return replace(self, cap=budget)
-
-    @property
-    def needs_estimate(self) -> bool:
-        """True if neither the user, nor a profile, nor a schedule file gives times of passes."""
-        return self.costs is None and self.profile is None and self.file is None
 
     def estimated(self, estimate: Estimate) -> ScheduleRequest:
         """The same with the order made for ``estimate``; what ``auto`` has chosen stays."""
@@ -199,14 +195,17 @@ class ScheduleRequest:
         """
         spec = replace(self.spec(pp, chunks, microbatches), names=tuple(names))
         link = None if self.offload is None else self.offload.link(pp)
-        found = _select(_with_offload(spec, self.offload, link), AUTO)
+        if self.offload is not None and link is not None:
+            spec = replace(spec, offload=OffloadSpec(self.offload.wanted, link))
+        found = _select(spec, AUTO)
         note = found.schedule.note
         if len(names) != len(NAMES):
             note += "; only these suit this model's layers and flags"
         return replace(self, name=found.schedule.name, decided=found.spec, note=note)
 
-    def resolve(self, pp: int, chunks: int | None, microbatches: int) -> Choice:
-        """What runs; made for the full batch, so that options which do not fit end the run here.
+    def resolve(self, pp: int, chunks: int | None, microbatches: int) -> ScheduleRequest:
+        """The same with a planner; asked for the full batch, so that options which do not fit end
+        the run here.
 
         Args:
             chunks: model chunks a rank; None: the schedule's own.
@@ -230,7 +229,8 @@ class ScheduleRequest:
         elif self.decided is None and isinstance(self.cap, Budget):
             note = self.cap.in_sets_text(spec.placement, spec.splits_backward)
         request, spec = replace(self, offload=offload, note=note), replace(spec, offload=None)
-        hidden = functools.partial(request.paired, pp=pp, stages=spec.placement.num_stages)
+        stages, estimate = spec.placement.num_stages, self.estimate or self.shard
+        hidden = functools.partial(paired, estimate=estimate, stages=stages, pp=pp)
         planner = Planner(
             spec,
             self.cap,
@@ -241,9 +241,9 @@ class ScheduleRequest:
             chosen=self.decided is not None,
             paired=hidden if spec.overlap else None,
         )
-        choice = Choice(request, planner)
-        choice.first(microbatches)
-        return choice
+        request = replace(request, planner=planner)
+        request.first(microbatches)
+        return request
 
     def spec(self, pp: int, chunks: int | None, microbatches: int) -> ScheduleSpec:
         """The request as ``select`` takes it, without offload."""
@@ -259,56 +259,14 @@ class ScheduleRequest:
             effort=self.effort,
             order=self.file,
         )
-        if self.profile is not None and self.splits is not None:
-            spec = profiled(spec, self.profile, self.splits)
-        elif self.estimate is not None:
-            spec = replace(spec, costs=self.estimate.costs(stages_of(spec)))
-        if self.barriers and self.file is None:
-            costs = with_shard(spec.costs, self.shard, pp, stages_of(spec))
-            spec = replace(spec, barriers=self.barriers, costs=costs)
-        if self.overlap and self.file is None:
-            spec = replace(spec, overlap=True, costs=self.paired(spec.costs, pp, stages_of(spec)))
-        return spec.sliced(self.cut)
-
-    def paired(self, costs: Costs, pp: int, stages: int) -> Costs:
-        """``costs`` with communication that pairs hide, as much as is estimated."""
-        return paired(costs, self.estimate or self.shard, stages, pp)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a run executes: the planner of its schedule, in the words of its flags.
-
-    Attributes:
-        request: what it answers, with measured transfer times if a profile has them.
-        planner: makes its plans.
-    """
-
-    request: ScheduleRequest
-    planner: Planner
-
-    @property
-    def name(self) -> str:
-        """Of the schedule, or the path of its file."""
-        return self.request.name
-
-    @property
-    def offload(self) -> OffloadRequest | None:
-        """What is offloaded; None for a file that offloads, which has decided it."""
-        return self.request.offload
-
-    @property
-    def placement(self) -> Placement:
-        """Rank and chunk of every stage."""
-        return self.planner.spec.placement
+        return _with_costs(spec, self).sliced(self.cut)
 
     @property
     def about(self) -> str:
         """What the log adds to the schedule's name."""
-        if not self.request.note:
+        if not self.note:
             return ""
-        by = ", chosen by auto" if self.request.decided is not None else ""
-        return f"{by}: {self.request.note}"
+        return f"{', chosen by auto' if self.decided is not None else ''}: {self.note}"
 
     def first(self, microbatches: int) -> Schedule:
         """``plan`` before anything is measured."""
@@ -322,7 +280,8 @@ class Choice:
             ConfigError: a file is for another number of microbatches, or an option does not fit.
         """
         units = StepUnits(units) if isinstance(units, int) else units
-        file = self.request.file
+        file, planner = self.file, self.planner
+        assert planner is not None
         if file is not None and file.microbatches != units.microbatches:
             raise ConfigError(
                 f"schedule file {self.name} is for {file.microbatches} microbatches but the "
@@ -330,16 +289,22 @@ class Choice:
                 f"generate it with --microbatches {units.microbatches}"
             )
         with named_errors(self.name):
-            return self.planner.plan(units, knowledge)
+            return planner.plan(units, knowledge)
 
 
-def _with_offload(
-    spec: ScheduleSpec, offload: OffloadRequest | None, link: Link | None
-) -> ScheduleSpec:
-    """``spec`` with what is offloaded over ``link``, if both are known."""
-    if offload is None or link is None:
-        return spec
-    return replace(spec, offload=OffloadSpec(offload.wanted, link))
+def _with_costs(spec: ScheduleSpec, request: ScheduleRequest) -> ScheduleSpec:
+    """``spec`` for the times that are known where the user gives none."""
+    stages, estimate = stages_of(spec), request.estimate or request.shard
+    if request.profile is not None and request.splits is not None:
+        spec = profiled(spec, request.profile, request.splits)
+    elif request.estimate is not None:
+        spec = replace(spec, costs=request.estimate.costs(stages))
+    if request.barriers and request.file is None:
+        costs = with_shard(spec.costs, request.shard, spec.pp, stages)
+        spec = replace(spec, barriers=request.barriers, costs=costs)
+    if request.overlap and request.file is None:
+        spec = replace(spec, overlap=True, costs=paired(spec.costs, estimate, stages, spec.pp))
+    return spec
 
 
 def _select(spec: ScheduleSpec, name: str) -> Selected:
@@ -362,25 +327,8 @@ def named_errors(name: str) -> Iterator[None]:
         raise ConfigError(f"--pp-schedule {name}: {error}") from None
 
 
-def _require_cap(
-    name: str, memory_cap: str | None, size: int | None, offloading: OffloadRequest | None
-) -> None:
-    """Refuse a named schedule with a cap too little or too many."""
-    takes = GENERATORS[name].takes_memory_cap
-    if takes and memory_cap is None:
-        raise ConfigError(
-            f"--pp-schedule {name} needs a cap, a fraction of 1F1B's peak; add e.g. "
-            "--pp-memory-cap 0.6"
-        )
-    if size and not takes and offloading is None:
-        raise ConfigError(
-            f"--pp-schedule {name}: the memory of {name} is fixed and takes no "
-            f"--pp-memory-cap {memory_cap}; use auto or v-cap, or offload"
-        )
-
-
-def _load(path: str, offloading: OffloadRequest | None) -> Schedule:
-    """A checked schedule file that Megatron's model can be placed for."""
+def _load(path: str) -> Schedule:
+    """A checked schedule file."""
     if not (path.endswith((".json", ".csv")) or "/" in path):
         raise ConfigError(
             f"--pp-schedule {path!r} is not known; use {', '.join(NAMES)}, {AUTO}, "
@@ -391,30 +339,7 @@ def _load(path: str, offloading: OffloadRequest | None) -> Schedule:
         schedule = load(path).unlowered()
         if not schedule.slices:
             schedule.require_whole("training")
-        if len({*schedule.slices}) > 1:
-            raise ScheduleError(
-                f"{path} has {min(schedule.slices)} to {max(schedule.slices)} slices a microbatch, "
-                "but training cuts all microbatches of a file alike; write it with --slices K"
-            )
-        if schedule.has_offload and offloading is not None:
-            raise ScheduleError(
-                f"{path} has its own offload actions; drop --pp-offload and the flags that "
-                "go with it, or write the file without --offload"
-            )
-        if schedule.vocabulary is not None and (
-            schedule.barriers != 1 or not schedule.vocabulary.embeddings
-        ):
-            raise ScheduleError(
-                f"{path} has {schedule.barriers} barriers a microbatch, but training runs the "
-                "passes of a sharded vocabulary with one; write the file with "
-                "--vocabulary-barriers 1"
-            )
         check(schedule)
     except ScheduleError as error:
         raise ConfigError(f"--pp-schedule: {error}") from None
-    if not schedule.placement.is_vee() and not schedule.placement.is_loop():
-        raise ConfigError(
-            f"--pp-schedule {path}: its placement {schedule.placement} is neither Megatron's "
-            "(stage = chunk * pp + rank) nor the V; the runtime can place models only so"
-        )
     return schedule

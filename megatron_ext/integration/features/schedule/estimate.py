@@ -11,10 +11,10 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from ....plan.budget import Splits
+from ....plan.budget import Budget, Splits
 from ....plan.estimate import Estimate
 from ....plan.layout import Split
-from ....plan.model import PlanError
+from ....plan.model import Job, PlanError
 from ....plan.profile import Profile
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
@@ -50,11 +50,11 @@ def described(
     estimate = _estimate(args, splits_of(args), device_name())
     request = replace(
         request,
-        barriers=vocabulary_barriers(args, request),
+        barriers=int(bool(args.pp_vocab_parallel)),
         shard=estimate,
         overlap=bool(args.overlap_moe_expert_parallel_comm),
     )
-    if request.needs_estimate:
+    if _unknown(request):
         request = request.estimated(estimate)
     if request.cap_bytes is None:
         return counted(args, request)
@@ -66,24 +66,19 @@ def described(
     if args.rank == 0 and estimate.job.assumptions:
         assumptions = "; ".join(estimate.job.assumptions)
         logger.info("--pp-memory-cap %s: %s", args.pp_memory_cap, assumptions)
-    return request.for_job(estimate.job)
+    return capped(request, estimate.job)
 
 
-def vocabulary_barriers(args: MegatronArgs, request: ScheduleRequest) -> int:
-    """Barriers of a sharded vocabulary; 0: it is not sharded.
+def capped(request: ScheduleRequest, job: Job) -> ScheduleRequest:
+    """``request`` with its cap in bytes as one on the ranks of ``job``."""
+    assert request.cap_bytes is not None and request.splits is not None
+    budget = Budget(job, request.cap_bytes, request.splits, request.profile, sets_grow=True)
+    return replace(request, cap=budget)
 
-    Raises:
-        ConfigError: a schedule file has its passes and should not, or the other way round.
-    """
-    sharded = 1 if args.pp_vocab_parallel else 0
-    if request.file is not None and request.file.barriers != sharded:
-        has, fix = ("has no", "with") if sharded else ("has", "without")
-        flag = "" if sharded else ", or add --pp-vocab-parallel"
-        raise ConfigError(
-            f"--pp-schedule {request.name} {has} passes of a sharded vocabulary; write the file "
-            f"{fix} --vocabulary{flag}"
-        )
-    return sharded
+
+def _unknown(request: ScheduleRequest) -> bool:
+    """Neither the user, nor a profile, nor a schedule file gives times of passes."""
+    return request.costs is None and request.profile is None and request.file is None
 
 
 def settle(run: Run, device: str) -> None:
@@ -98,19 +93,18 @@ def settle(run: Run, device: str) -> None:
         ConfigError: a cap is not kept for this vocabulary.
     """
     assert run.schedule is not None
-    request = run.schedule.request
+    request, planner = run.schedule, run.schedule.planner
     former = request.estimate
-    assert former is not None
+    assert former is not None and planner is not None
     # Megatron sets it when it builds the tokenizer, after its validation of arguments.
     new = former.with_vocabulary(getattr(run.args, "padded_vocab_size", None))
     new = replace(new, device=device)
     if new != former:
         pp, microbatches = (
             run.args.pipeline_model_parallel_size,
-            run.schedule.planner.spec.microbatches,
+            planner.spec.microbatches,
         )
-        run.schedule = request.estimated(new).resolve(pp, run.chunks, microbatches)
-        run.request = run.schedule.request
+        run.request = run.schedule = request.estimated(new).resolve(pp, run.chunks, microbatches)
     if run.args.rank == 0:
         logger.info("%s", basis(run))
     elif (own := device_name()) != device:
@@ -126,7 +120,7 @@ def basis(run: Run) -> str:
     """What the run's order is made for, for the log."""
     assert run.request is not None and run.request.estimate is not None
     pp = run.args.pipeline_model_parallel_size
-    stages = run.request.placement(pp, run.chunks).num_stages
+    stages = run.request.placement_on(pp, run.chunks).num_stages
     return f"the order is made for {run.request.estimate.text(stages)}"
 
 
@@ -137,7 +131,7 @@ def estimate_model(run: Run) -> None:
     """
     request, args = run.request, run.args
     assert request is not None
-    if not request.needs_estimate:
+    if not _unknown(request):
         return
     models = [unwrapped(model) for model in run.models]
     layers = [len(getattr(getattr(m, "decoder", None), "layers", ())) for m in models]
@@ -145,7 +139,7 @@ def estimate_model(run: Run) -> None:
     own = device_name(device_of(models).index)
     every = gather((own, args.seq_length, args.micro_batch_size, layers, predicts), run.group)
     device, length, samples, *_ = every[0]
-    placement = request.placement(len(every), run.chunks)
+    placement = request.placement_on(len(every), run.chunks)
     at = [(placement.rank_of(s), placement.chunk_of(s)) for s in range(placement.num_stages)]
     counts = tuple(every[rank][3][chunk] for rank, chunk in at)
     depths = [stage for stage, (rank, chunk) in enumerate(at) if every[rank][4][chunk]]

@@ -62,7 +62,7 @@ def pipeline_of(run: Run) -> None:
 
     if run.store is None:
         run.store = WeightGradStore()
-    placement = request.placement(args.pipeline_model_parallel_size, run.chunks)
+    placement = request.placement_on(args.pipeline_model_parallel_size, run.chunks)
     post_validation = args.pp_post_validation is not None
     plans = Plans(run.choice, placement, run.inputs, post_validation, request.barriers)
     minutes = args.distributed_timeout_minutes

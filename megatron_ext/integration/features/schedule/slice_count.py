@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from ....plan.slices import NOT_WITH, overhead
+from ....plan.slices import overhead
 from ....schedule import AUTO, NAMES, ScheduleSpec, select
 from ....schedule.memory_cap import number_text
 from ....schedule.spec import Cut
@@ -16,13 +16,6 @@ from ...errors import ConfigError
 from .choose import ScheduleRequest
 
 logger = logging.getLogger(__name__)
-
-
-def suitable(args: MegatronArgs, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of ``names`` that take microbatches as ``args`` has them: schedules in pairs take equal
-    ones."""
-    equal = args.pp_microbatch_costs in (None, "equal")
-    return tuple(name for name in names if equal or name not in NOT_WITH)
 
 
 def with_slices(

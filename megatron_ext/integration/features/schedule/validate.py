@@ -16,11 +16,12 @@ from ...model_classes import (
     require_chunks,
     script_provider,
 )
+from ...rules import require
 from ...utils import full_batch
-from . import V_PLACEMENT, Schedule
-from .choose import Choice, ScheduleRequest
+from .choose import ScheduleRequest
 from .estimate import described
-from .slice_count import suitable, with_slices
+from .rules import ASKED, CHUNKS, CONFLICTS, FILE, PIPELINE, V_PLACEMENT
+from .slice_count import with_slices
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
 _UNEVEN = (
@@ -51,32 +52,46 @@ class _Asked:
     listed: bool
 
 
-def _asked(args: MegatronArgs, pp: int) -> _Asked | None:
+def _asked(args: MegatronArgs, request: ScheduleRequest, pp: int) -> _Asked | None:
     """What the flags say of chunks, in whichever of Megatron's four ways.
 
     Raises:
-        ConfigError: stages that the ranks cannot share.
+        ConfigError: the schedule, or this model, cannot have them.
     """
     pattern, layout = LayerPattern.of(args), args.pipeline_model_parallel_layout
+    per_stage, chunks = (
+        args.num_layers_per_virtual_pipeline_stage,
+        args.num_virtual_stages_per_pipeline_rank,
+    )
     stages = None if layout is None else count_stages(layout)
     flag = f"{_LAYOUT} {layout}"
     if pattern is not None and layout is None:
         stages, flag = pattern.listed, f"{pattern.flag} {pattern.text}"
     if stages is not None:
-        if stages % pp:
-            raise ConfigError(
-                f"--pp-schedule {args.pp_schedule}: {flag} lists {stages} stages, which {pp} "
-                f"pipeline ranks cannot share; list {pp} or a multiple of it"
-            )
-        return _Asked(flag, stages // pp, True)
-    per_stage, chunks = (
-        args.num_layers_per_virtual_pipeline_stage,
-        args.num_virtual_stages_per_pipeline_rank,
+        chunks = stages // pp
+    elif per_stage is not None:
+        chunks = (args.num_layers or 0) // pp // (per_stage or 1) or None
+        flag = f"{_LAYERS} {per_stage}"
+    else:
+        flag = "" if chunks is None else f"{_CHUNKS} {chunks}"
+    auto = request.name == AUTO
+    least = (chunks or 0) if auto and flag else _chunks_of(request)[0]
+    require(
+        ASKED,
+        name=request.name,
+        given=args.pp_schedule,
+        auto=auto,
+        vee=not auto and request.vee,
+        pp=pp,
+        flag=flag,
+        stages=stages,
+        chunks=chunks,
+        least=least,
+        one_only=hybrid_without_stages(args),
     )
-    if per_stage is not None:
-        layers = args.num_layers or 0
-        return _Asked(f"{_LAYERS} {per_stage}", layers // pp // (per_stage or 1) or None, False)
-    return None if chunks is None else _Asked(f"{_CHUNKS} {chunks}", chunks, False)
+    if least > 1:
+        require_chunks(script_provider(), request.name, least)
+    return _Asked(flag, chunks, stages is not None) if flag else None
 
 
 def check_facts(run: Run) -> None:
@@ -92,23 +107,21 @@ def check_facts(run: Run) -> None:
     args, request = run.args, run.request
     assert request is not None
     pp, flag = args.pipeline_model_parallel_size, f"--pp-schedule {request.name}"
-    if pp < 2:
-        option = "pipeline_model_parallel_size"
-        option = option if run.library else f"--{option.replace('_', '-')}"
-        raise ConfigError(f"{flag} needs {option} >= 2, got {pp}; raise it, or drop the schedule")
+    size = "pipeline_model_parallel_size"
+    size = size if run.library else f"--{size.replace('_', '-')}"
+    sharded = bool(args.pp_vocab_parallel)
+    file, name = request.file, request.name
+    ranks = file and file.pp
+    require(PIPELINE, name=name, file=file, ranks=ranks, pp=pp, size=size, sharded=sharded)
     if not run.library:
         request = described(args, request, run.profile)
     auto = request.name == AUTO
-    parts = {"": flag, V_PLACEMENT: flag} if not auto and request.vee else {"": flag}
-    require_no_conflict(args, Schedule.conflicts, parts)
-    if request.file is not None and request.file.pp != pp:
-        raise ConfigError(
-            f"{flag} is a file for {request.file.pp} pipeline ranks, but there are {pp}; generate "
-            f"it with --pp {pp}"
-        )
+    parts = {"": True, V_PLACEMENT: not auto and request.vee, FILE: request.file is not None}
+    used = {part: flag for part, there in parts.items() if there}
+    require_no_conflict(args, CONFLICTS, used)
     if run.library:
-        size = None if _chunks_of(request)[0] == 1 else 2
-        fix = f"build it with virtual_pipeline_model_parallel_size={size}"
+        stages = None if _chunks_of(request)[0] == 1 else 2
+        fix = f"build it with virtual_pipeline_model_parallel_size={stages}"
         chunks = len(run.models)
         _require_chunks(request, chunks, f"the model was built with {chunks}", fix)
     else:
@@ -117,11 +130,9 @@ def check_facts(run: Run) -> None:
 
 def _asked_for(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRequest:
     """``request``, which names its schedule, once Megatron is asked for its chunks."""
-    asked, (least, most) = _asked(args, pp), _chunks_of(request)
-    if least > 1:
-        _require_chunks_possible(args, request.name, least)
+    asked, (least, most) = _asked(args, request, pp), _chunks_of(request)
     if request.vee:
-        _place_vee(args, request, pp, asked)
+        _place_vee(args, pp)
     elif asked is not None:
         fix = f"list {least * pp} stages" if asked.listed else "remove that flag"
         if most is None:
@@ -148,6 +159,8 @@ def _chunks_of(request: ScheduleRequest) -> tuple[int, int | None]:
     """The fewest and the most model chunks a rank of a schedule; None: any number."""
     if request.file is not None:
         return request.file.chunks, request.file.chunks
+    if request.name == AUTO:
+        return 1, None
     generator = GENERATORS[request.name]
     return (2, None) if generator.any_chunks else (generator.default_chunks,) * 2
 
@@ -155,63 +168,53 @@ def _chunks_of(request: ScheduleRequest) -> tuple[int, int | None]:
 def _require_chunks(request: ScheduleRequest, chunks: int | None, makes: str, fix: str) -> None:
     """Refuse a number of model chunks a rank, or an unknown one, that the schedule cannot have."""
     least, most = _chunks_of(request)
-    if chunks is None or not least <= chunks <= (most or chunks):
-        number = least if most else f"{least} or more"
-        raise ConfigError(
-            f"--pp-schedule {request.name} needs {number} model chunk{'s' * (least > 1)} a rank, "
-            f"but {makes}; {fix}"
-        )
-
-
-def _require_chunks_possible(args: MegatronArgs, name: str, chunks: int) -> None:
-    """Refuse several chunks of a model that can have only one."""
-    require_chunks(script_provider(), name, chunks)
-    if hybrid_without_stages(args):
-        raise ConfigError(
-            f"--pp-schedule {name} has {chunks} model chunks a rank, but this Megatron's hybrid "
-            "models have one; use a schedule with one chunk, e.g. zb-h1, or megatron-core 0.17 or "
-            "newer"
-        )
+    number = f"{least}{'' if most else ' or more'} model chunk{'s' * (least > 1)}"
+    require(
+        CHUNKS,
+        name=request.name,
+        least=least,
+        most=most,
+        number=number,
+        made=chunks,
+        makes=makes,
+        fix=fix,
+    )
 
 
 def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRequest:
     """What auto stands for; asks Megatron for the chunks that it needs."""
-    asked = _asked(args, pp)
-    chunks = 2 if asked is None else asked.chunks or 0
-    if asked is not None and chunks < 2 and not asked.listed:
-        raise ConfigError(
-            f"--pp-schedule auto cannot choose under {asked.flag}; name a schedule, or replace it "
-            "by --num-virtual-stages-per-pipeline-rank"
-        )
-    names = suitable(args, _suitable(args, pp, asked))
-    if asked is not None and chunks > 1:
-        _require_chunks_possible(args, AUTO, chunks)
-    microbatches, chunks = _full_microbatches(args, pp), max(chunks, 2)
+    asked = _asked(args, request, pp)
+    names = _suitable(args, pp, asked)
+    microbatches = _full_microbatches(args, pp)
+    chunks = 2 if asked is None else max(asked.chunks or 0, 2)
     request = with_slices(args, request, microbatches, names, chunks)
     request = request.decide(pp, microbatches, names, chunks)
     if request.vee:
-        _place_vee(args, request, pp, asked)
+        _place_vee(args, pp)
     elif asked is None and GENERATORS[request.name].any_chunks:
         _ask_for_chunks(args, pp, 2)
     return request
 
 
 def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, ...]:
-    """The schedules that auto may choose from: those that this model can be built for."""
+    """The schedules that auto may choose from: those that this model can be built for, and that
+    take its microbatches."""
     provider = script_provider()
-    vee = not any(c.found(args) is not None for c in Schedule.conflicts if c.only == V_PLACEMENT)
+    vee = not any(c.found(args) is not None for c in CONFLICTS if c.only == V_PLACEMENT)
     vee = vee and not (provider is not None and builds_other_models(provider))
+    chunks: int | None = None
     if asked is not None:
         # Flags for virtual stages also say that stages lie as Megatron lays them.
         vee = vee and asked.listed and asked.chunks == 2 and _vee_takes_layout(args, pp)
-        return suiting(asked.chunks or 0, vee)
-    pattern = LayerPattern.of(args)
-    layers = args.num_layers or 0 if pattern is None else pattern.layers
-    uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
-    one = provider is not None and not builds_chunks(provider)
-    if uneven or one or not layers or layers % (2 * pp) or hybrid_without_stages(args):
-        return suiting(1, False)
-    return suiting(None, vee)
+        chunks = asked.chunks or 0
+    else:
+        pattern = LayerPattern.of(args)
+        layers = args.num_layers or 0 if pattern is None else pattern.layers
+        uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
+        one = provider is not None and not builds_chunks(provider)
+        if uneven or one or not layers or layers % (2 * pp) or hybrid_without_stages(args):
+            chunks, vee = 1, False
+    return suiting(chunks, vee, equal=args.pp_microbatch_costs in (None, "equal"))
 
 
 def _vee_takes_layout(args: MegatronArgs, pp: int) -> bool:
@@ -231,7 +234,7 @@ def _full_microbatches(args: MegatronArgs, pp: int) -> int:
     return max((full_batch(args) or per_step) // per_step, 1)
 
 
-def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> Choice:
+def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> ScheduleRequest:
     """Checks that need Megatron's derived values; returns what runs.
 
     Raises:
@@ -241,25 +244,14 @@ def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> Choice:
     if request.vee or request.file is not None:  # others are refused by their generators
         fix = "remove the virtual-stage flags"
         _require_chunks(request, chunks, f"the flags make {chunks}", fix)
-    for flag in ("rampup_batch_size", "step_batch_size_schedule"):
-        # Before core_v0.18 Megatron lacks the second.
-        if request.file is not None and getattr(args, flag, None) is not None:
-            raise ConfigError(
-                "a schedule file has a fixed number of microbatches and cannot be used with "
-                f"--{flag.replace('_', '-')}; use a schedule name"
-            )
     batch = full_batch(args)
     assert batch is not None  # Megatron has set it
     microbatches = batch // (args.micro_batch_size * args.data_parallel_size)
     return request.resolve(args.pipeline_model_parallel_size, chunks, microbatches)
 
 
-def _place_vee(args: MegatronArgs, request: ScheduleRequest, pp: int, asked: _Asked | None) -> None:
+def _place_vee(args: MegatronArgs, pp: int) -> None:
     """Say the V's stages in Megatron's own words: one layout string with two stages a rank."""
-    if asked is not None and not asked.listed:
-        raise ConfigError(
-            f"--pp-schedule {request.name} always has two model chunks a rank; remove {asked.flag}"
-        )
     if LayerPattern.of(args) is None:
         args.pipeline_model_parallel_layout = vee_layout_text(args, pp)
         args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None

@@ -1,0 +1,216 @@
+"""What ``--pp-schedule`` refuses, as data: single options of Megatron, and combinations.
+
+Rules are in one table for each time at which their facts are there.
+"""
+
+from __future__ import annotations
+
+from ...._conflict import Conflict
+from ....schedule.generators import MOST_EFFORT
+from ...arguments import MegatronArgs
+from ...rules import Rule
+
+_ORDER = "it works out what comes next from the order of stock's schedules; drop it"
+_FSDP = (
+    "it frees parameters after each pass, but a weight gradient may come passes later; use "
+    "--use-distributed-optimizer"
+)
+_COUNT = "a file has a fixed number of microbatches; use a schedule's name"
+V_PLACEMENT = "V placement"
+FILE = "a schedule file"
+
+
+class _LocalAttention(Conflict):
+    """A conflict with Megatron's local attention only; Transformer Engine's ignores the flag."""
+
+    def found(self, args: MegatronArgs) -> str | None:
+        return super().found(args) if args.transformer_impl == "local" else None
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict("--cpu-offloading", "Megatron allows it only without a pipeline; drop it"),
+    Conflict("--fine-grained-activation-offloading", _ORDER),
+    Conflict(
+        "--defer-embedding-wgrad-compute",
+        "the schedule itself decides when the output layer's weight gradient is computed; drop it",
+    ),
+    Conflict("--use-megatron-fsdp", _FSDP),
+    Conflict("--use-torch-fsdp2", _FSDP),
+    Conflict(
+        "--num-microbatches-with-partial-activation-checkpoints",
+        "which microbatches may keep their activations depends on the order of stock's "
+        "schedules; drop it and use a schedule with less memory",
+    ),
+    Conflict(
+        "--overlap-param-gather-with-optimizer-step",
+        "it expects chunks to start in the order of stock's interleaved schedule; use "
+        "--overlap-param-gather alone",
+    ),
+    Conflict(
+        "--hybrid-context-parallel",
+        "it reorders microbatches inside stock's schedules; drop it",
+    ),
+    Conflict("--moe-paged-stash", _ORDER),
+    Conflict(
+        "--perform-rl-step",
+        "inference between training steps runs its own pipeline through the model; drop one "
+        "of them",
+    ),
+    Conflict(
+        "--inprocess-restart",
+        "the hooks of the first start would meet the second; let torchrun restart the ranks "
+        "(--max-restarts)",
+    ),
+    Conflict("--rampup-batch-size", _COUNT, only=FILE),
+    Conflict("--step-batch-size-schedule", _COUNT, only=FILE),
+    Conflict(
+        "--use-legacy-models",
+        "Megatron's legacy models number their layers in loop order; drop it, or use a "
+        "schedule without V placement, e.g. zb-h1",
+        only=V_PLACEMENT,
+    ),
+    Conflict(
+        "--heterogeneous-layers-config-path",
+        "Megatron's scripts build these layers for one chunk a rank; use a schedule with one, "
+        "e.g. zb-h1",
+        only=V_PLACEMENT,
+    ),
+    Conflict(
+        "--iterations-to-skip",
+        "Megatron's scripts draw the data of skipped iterations for one chunk a rank; use a "
+        "schedule with one, e.g. zb-h1",
+        only=V_PLACEMENT,
+    ),
+    _LocalAttention(
+        "--reset-attention-mask",
+        "with --transformer-impl local the stages between the first and the last would look "
+        "across documents, since Megatron's scripts make this mask on these two alone; use a "
+        "schedule without V placement, e.g. zb-h1, on two ranks",
+        only=V_PLACEMENT,
+    ),
+)
+
+
+OPTIONS = (
+    Rule(
+        f"--pp-effort needs seconds above 0 and at most {MOST_EFFORT}",
+        "it is {effort}",
+        "give another number, or none",
+        lambda it: it.effort is not None and not 0 < it.effort <= MOST_EFFORT,
+    ),
+    Rule(
+        "--pp-schedule auto does not support --pp-group-size {group_size}",
+        "it chooses the group size itself",
+        "drop it, or use --pp-schedule gis",
+        lambda it: it.auto and it.group_size is not None,
+    ),
+    Rule(
+        "--pp-schedule {name} does not support --pp-cost, --pp-memory-cap and --pp-group-size",
+        "a file's order is fixed",
+        "drop them",
+        lambda it: (
+            it.file and (it.cost or it.group_size is not None or (it.cap and not it.offload))
+        ),
+    ),
+    Rule(
+        "--pp-schedule {name} needs a cap, a fraction of 1F1B's peak",
+        "there is none",
+        "add e.g. --pp-memory-cap 0.6",
+        lambda it: it.takes_cap and it.cap is None,
+    ),
+    Rule(
+        "--pp-schedule {name} does not support --pp-memory-cap {cap}",
+        "the memory of {name} is fixed",
+        "use auto or v-cap, or offload",
+        lambda it: it.in_bytes and not (it.takes_cap or it.auto or it.file or it.offload),
+    ),
+    Rule(
+        "--pp-schedule {name} needs microbatches that are all cut alike",
+        "it has {fewest} to {most} slices a microbatch",
+        "write it with --slices K",
+        lambda it: it.fewest < it.most,
+    ),
+    Rule(
+        "--pp-schedule {name} does not support --pp-offload",
+        "it has its own offload actions",
+        "drop --pp-offload and the flags that go with it, or write the file without --offload",
+        lambda it: it.file and it.file.has_offload and it.offload,
+    ),
+    Rule(
+        "--pp-schedule {name} needs the passes of a sharded vocabulary with one barrier",
+        "it has {barriers} barriers a microbatch",
+        "write the file with --vocabulary-barriers 1",
+        lambda it: (
+            it.file
+            and it.file.vocabulary is not None
+            and (it.file.barriers != 1 or not it.file.vocabulary.embeddings)
+        ),
+    ),
+    Rule(
+        "--pp-schedule {name} needs Megatron's placement (stage = chunk * pp + rank) or the V",
+        "its placement is {placement}",
+        "write it with one of them",
+        lambda it: it.file and not (it.file.placement.is_vee() or it.file.placement.is_loop()),
+    ),
+)
+PIPELINE = (
+    Rule(
+        "--pp-schedule {name} needs {size} >= 2",
+        "it is {pp}",
+        "raise it, or drop the schedule",
+        lambda it: it.pp < 2,
+    ),
+    Rule(
+        "--pp-schedule {name} is for {ranks} pipeline ranks",
+        "there are {pp}",
+        "generate it with --pp {pp}",
+        lambda it: it.file and it.file.pp != it.pp,
+    ),
+    Rule(
+        "--pp-vocab-parallel needs a schedule with passes of a sharded vocabulary",
+        "{name} has none",
+        "write the file with --vocabulary",
+        lambda it: it.file and it.sharded and it.file.barriers != 1,
+    ),
+    Rule(
+        "--pp-schedule {name} is for a sharded vocabulary",
+        "--pp-vocab-parallel is off",
+        "write the file without --vocabulary, or add --pp-vocab-parallel",
+        lambda it: it.file and not it.sharded and it.file.barriers,
+    ),
+)
+ASKED = (
+    Rule(
+        "--pp-schedule {given} needs stages that {pp} pipeline ranks can share",
+        "{flag} lists {stages}",
+        "list {pp} or a multiple of it",
+        lambda it: it.stages is not None and it.stages % it.pp,
+    ),
+    Rule(
+        "--pp-schedule auto does not support {flag}",
+        "it cannot choose the chunks under it",
+        "name a schedule, or replace it by --num-virtual-stages-per-pipeline-rank",
+        lambda it: it.auto and it.flag and it.stages is None and (it.chunks or 0) < 2,
+    ),
+    Rule(
+        "--pp-schedule {name} needs {least} model chunks a rank",
+        "this Megatron's hybrid models have one",
+        "use a schedule with one chunk, e.g. zb-h1, or megatron-core 0.17 or newer",
+        lambda it: it.least > 1 and it.one_only,
+    ),
+    Rule(
+        "--pp-schedule {name} does not support {flag}",
+        "it always has two model chunks a rank",
+        "remove that flag",
+        lambda it: it.vee and it.flag and it.stages is None,
+    ),
+)
+CHUNKS = (
+    Rule(
+        "--pp-schedule {name} needs {number} a rank",
+        "{makes}",
+        "{fix}",
+        lambda it: it.made is None or not it.least <= it.made <= (it.most or it.made),
+    ),
+)
+RULES = (*OPTIONS, *PIPELINE, *ASKED, *CHUNKS)
