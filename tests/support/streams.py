@@ -256,6 +256,8 @@ class StreamDevice(TorchDispatchMode):
         inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
         if not inputs:  # Nothing to wait for, and random numbers are drawn in the host's order.
             values = func(*args, **kwargs)
+            if not isinstance(values, torch.Tensor):
+                return values
             result = self._empty(values)
             if not name.startswith(_EMPTY):
                 target = self._raw(result)
