@@ -117,11 +117,11 @@ class RecordingDevice(StreamDevice):
             return super()._empty(like)
 
     def record_use(self, buffer: torch.Tensor) -> None:
-        self.note(f"record_use {self._place(buffer)}")
+        self.note(f"record_use {self._place(buffer).split('[')[0]}")
         super().record_use(buffer)
 
     def discard(self, buffer: torch.Tensor) -> None:
-        self.note(f"discard {self._place(buffer)}")
+        self.note(f"discard {self._place(buffer).split('[')[0]}")
 
     def _drop(self, memory: Memory) -> None:
         name = self._names.pop(memory.whole.data_ptr(), None)

@@ -17,8 +17,8 @@ import torch
 
 from megatron_ext.offload import arena as arena_module
 from megatron_ext.offload import host
-from megatron_ext.offload.arena import HostArena, padded
-from megatron_ext.offload.blocks import ALIGNMENT
+from megatron_ext.offload.arena import HostArena
+from megatron_ext.offload.blocks import ALIGNMENT, padded
 from megatron_ext.offload.device import CpuDevice, Direction, HostEvent
 from megatron_ext.offload.engine import Policy
 from megatron_ext.offload.errors import OffloadConfigError
