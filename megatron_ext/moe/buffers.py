@@ -147,21 +147,14 @@ class Memory:
     Args:
         device: of the layers.
         min_bytes: storages smaller than this are not worth a copy and stay on the device.
-        ring: in place of one made here.
 
     Attributes:
         stayed: chunks that stayed on the device, since the host arena had no room.
         wanted_bytes: the most that the host arena would have held with room for all.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        min_bytes: int = MIN_BYTES,
-        ring: Ring | None = None,
-    ) -> None:
-        self.device, self.min_bytes = device, min_bytes
-        self.ring = ring or Ring(device)
+    def __init__(self, device: Device, min_bytes: int = MIN_BYTES) -> None:
+        self.device, self.min_bytes, self.ring = device, min_bytes, Ring(device)
         self.engine = Engine(device, HostArena(device.torch_device), "dual")
         self.departures = Departures(self.engine)
         self.stayed = self.wanted_bytes = self._staying = 0

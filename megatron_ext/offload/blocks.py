@@ -218,9 +218,12 @@ class Block:
 
     def reloaded(self, buffer: torch.Tensor) -> None:
         """What was copied is, or will be, in ``buffer``, in ``form``."""
-        at = int(buffer.storage_offset()) * buffer.itemsize
-        self.storage, self.base_bytes = buffer.untyped_storage(), self.range_bytes()[0] - at
-        self._whole = None if self.single is None else buffer
+        self.storage = buffer.untyped_storage()
+        if self.single is not None:
+            self._whole = buffer
+        else:
+            at = int(buffer.storage_offset()) * buffer.itemsize
+            self.base_bytes = self.range_bytes()[0] - at
 
     def view(self, number: int) -> torch.Tensor:
         """The saved tensor over the memory where it is now."""

@@ -68,7 +68,7 @@ class Selection:
         storage = tensor.untyped_storage()
         if not tensor.numel() or storage.nbytes() < self._min_bytes:
             return "small"
-        if storage._cdata in self.residents():
+        if storage._cdata in (self._residents or self.residents()):
             return "parameter"
         shared = self._shared.get(storage._cdata) if self._shared else None
         return "held elsewhere" if shared is not None and not shared.expired() else None

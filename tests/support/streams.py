@@ -264,12 +264,15 @@ class StreamDevice(TorchDispatchMode):
                 self.launch(lambda: target.copy_(values))
             return result
         # Shapes come from whatever the arguments hold now, so indices must not be results.
-        results = tree_map(self._empty, func(*raw_args, **raw_kwargs))
+        values = func(*raw_args, **raw_kwargs)
+        results = tree_map(self._empty, values)
         targets = tree_flatten(tree_map(self._raw, results))[0]
+        # An early stream without a backlog has computed just what its kernel would.
+        now = self.current in self.eager and not self._streams[self.current].queue
 
         def kernel() -> None:
-            values = tree_flatten(func(*raw_args, **raw_kwargs))[0]
-            for to, value in zip(targets, values):
+            found = tree_flatten(values if now else func(*raw_args, **raw_kwargs))[0]
+            for to, value in zip(targets, found):
                 if isinstance(to, torch.Tensor):
                     to.copy_(value)
 
