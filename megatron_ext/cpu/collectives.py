@@ -11,37 +11,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..runtime.edges import gloo_options
+from .rebinding import around
 
 
-def _rebind(name: str, function: Callable[..., Any]) -> None:
-    """Rebind a function in both modules through which it is reached."""
-    for module in (dist, distributed_c10d):
-        if hasattr(module, name):
-            setattr(module, name, function)
+def _around(name: str, wrapper: Callable[..., Any]) -> None:
+    """``around`` in both modules through which a function is reached."""
+    around(dist, name, wrapper, distributed_c10d)
 
 
-def _wrap(wrapper: Callable[..., Any]) -> None:
-    """Rebind the function of ``wrapper``'s name; ``wrapper`` is given torch's own first."""
-    original = getattr(dist, wrapper.__name__)
+def _without(*dropped: str) -> Callable[..., Any]:
+    """A wrapper that ignores these keywords."""
 
-    @functools.wraps(original)
-    def rebound(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+    def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{k: value for k, value in kwargs.items() if k not in dropped})
 
-    _rebind(wrapper.__name__, rebound)
-
-
-def _without(name: str, *dropped: str) -> None:
-    """Rebind ``name`` so that the keywords in ``dropped`` are ignored."""
-    original = getattr(dist, name)
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for keyword in dropped:
-            kwargs.pop(keyword, None)
-        return original(*args, **kwargs)
-
-    _rebind(name, wrapper)
+    return wrapper
 
 
 def init_process_group(
@@ -165,15 +149,17 @@ def _patch_workers() -> None:
             ready = isinstance(timeout, gloo._Options)
             super().__init__(store, rank, size, timeout if ready else gloo_options(timeout))
 
-    _rebind("ProcessGroupGloo", OneWorker)
+    modules: tuple[Any, ...] = dist, distributed_c10d
+    for module in modules:
+        module.ProcessGroupGloo = OneWorker
 
 
 def install() -> None:
     """Rebind torch.distributed's functions. Call once, from ``megatron_ext.cpu``."""
     for wrapper in (init_process_group, all_reduce, all_gather, all_to_all_single, isend):
-        _wrap(wrapper)
+        _around(wrapper.__name__, wrapper)
     _patch_workers()
     # Groups: device_id binds a group to a GPU, pg_options are NCCL's.
-    _without("new_group", "device_id", "pg_options")
+    _around("new_group", _without("device_id", "pg_options"))
     # gloo's barrier refuses device_ids.
-    _without("barrier", "device_ids")
+    _around("barrier", _without("device_ids"))

@@ -8,21 +8,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, dataloader
 
+from .devices import device_keyword
 from .rebinding import around
 
 
 def install() -> None:
     """Adapt DataLoader. Call once, from ``megatron_ext.cpu``."""
-    around(DataLoader, "__init__", _ignore_pin_memory)
+    # Megatron always asks to pin. The pinning thread would look for an accelerator's current
+    # device, which raises on a CUDA build of torch without a driver.
+    around(DataLoader, "__init__", device_keyword)
     around(dataloader._BaseDataLoaderIter, "__init__", _keep_random_state)
-
-
-def _ignore_pin_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Megatron always asks for it. The pinning thread would look for an accelerator's current
-    device, which raises on a CUDA build of torch without a driver."""
-    if "pin_memory" in kwargs:
-        kwargs["pin_memory"] = False
-    original(*args, **kwargs)
 
 
 def _keep_random_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

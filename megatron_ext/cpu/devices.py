@@ -40,7 +40,7 @@ def on_cpu(device: Any) -> Any:
     return device
 
 
-def _device_keyword(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def device_keyword(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """With its ``device`` keyword rewritten, and without pinning."""
     if "device" in kwargs:
         kwargs["device"] = on_cpu(kwargs["device"])
@@ -67,9 +67,9 @@ def _patch_factories() -> None:
 
     _device._device_constructors()
     for name in _FACTORIES:
-        around(torch, name, _device_keyword)
+        around(torch, name, device_keyword)
     for name in _TENSOR_FACTORIES:
-        around(torch.Tensor, name, _device_keyword)
+        around(torch.Tensor, name, device_keyword)
 
     # ``with torch.device('cuda')`` and torch.set_default_device('cuda').
     around(
@@ -85,7 +85,7 @@ def _patch_moves() -> None:
     module: Any = torch.nn.Module
     around(tensor, "to", _to)
     around(module, "to", _to)
-    around(module, "to_empty", _device_keyword)
+    around(module, "to_empty", device_keyword)
     around(torch, "load", _load)
 
     def stay(self: Any, *args: Any, **kwargs: Any) -> Any:

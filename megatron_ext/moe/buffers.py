@@ -11,21 +11,20 @@ events that its next writer has to wait for (MPipeMoE, section III-D).
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from ..offload.arena import HostArena, padded
-from ..offload.blocks import Block, Kept
+from ..offload.arena import HostArena
+from ..offload.blocks import Block, Form, Kept, laid_out, padded
 from ..offload.device import Device, Event, device_for
 from ..offload.engine import Engine, Ticket
 from ..offload.errors import OffloadConfigError
-from ..offload.saved import smallest
+from ..offload.saved import Selection, smallest
+from ..offload.sets import ActivationSet, State
 from .graph import Linears, Recomputation, without_memory
 from .plan import DEPTH, Restore, Strategy
 
@@ -139,10 +138,7 @@ class Departures:
             self._free_first()
 
     def _free_first(self) -> None:
-        ticket, memory = self._departing.pop(0)
-        self._engine.release(ticket)
-        while memory:
-            self._engine.device.discard(memory.pop())
+        self._engine.release(*self._departing.pop(0))
 
 
 class Memory:
@@ -151,21 +147,14 @@ class Memory:
     Args:
         device: of the layers.
         min_bytes: storages smaller than this are not worth a copy and stay on the device.
-        ring: in place of one made here.
 
     Attributes:
         stayed: chunks that stayed on the device, since the host arena had no room.
         wanted_bytes: the most that the host arena would have held with room for all.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        min_bytes: int = MIN_BYTES,
-        ring: Ring | None = None,
-    ) -> None:
-        self.device, self.min_bytes = device, min_bytes
-        self.ring = ring or Ring(device)
+    def __init__(self, device: Device, min_bytes: int = MIN_BYTES) -> None:
+        self.device, self.min_bytes, self.ring = device, min_bytes, Ring(device)
         self.engine = Engine(device, HostArena(device.torch_device), "dual")
         self.departures = Departures(self.engine)
         self.stayed = self.wanted_bytes = self._staying = 0
@@ -186,13 +175,8 @@ class Memory:
         else:
             self._planned = nbytes
 
-    def offload(self, ticket: Ticket, pieces: Sequence[torch.Tensor]) -> int:
-        """Start copying ``pieces`` of a chunk to the host.
-
-        Returns:
-            0; or the bytes of the chunk if there is no room and it has to stay, which the caller
-            gives to ``dropped`` in the end.
-        """
+    def offload(self, record: Record, pieces: Sequence[torch.Tensor]) -> None:
+        """Start copying a chunk's blocks and ``pieces`` to the host, or note that they stay."""
         arena = self.engine.arena
         if self._planned is not None and not arena.used_bytes:
             planned, self._planned = self._planned, None
@@ -201,17 +185,20 @@ class Memory:
             except OffloadConfigError as error:
                 arena.seal()
                 logger.warning("s1 to s3 keep tensors on the device: %s", error)
-        staying = 0
-        if not self.engine.offload(ticket, pieces):
-            staying = sum(padded(piece.numel()) for piece in pieces)
+        nbytes = [
+            *(block.form.end_bytes for block in record.movable()),
+            *(p.numel() for p in pieces),
+        ]
+        record.offload(more=pieces)
+        if record.stays:
+            record.staying_bytes = sum(map(padded, nbytes))
             self.stayed += 1
-            self._staying += staying
+            self._staying += record.staying_bytes
         self.wanted_bytes = max(self.wanted_bytes, arena.used_bytes + self._staying)
-        return staying
 
-    def dropped(self, staying: int) -> None:
-        """A chunk whose tensors stayed on the device, with so many bytes, is over."""
-        self._staying -= staying
+    def over(self, record: Record) -> None:
+        """A chunk is over."""
+        self._staying, record.staying_bytes = self._staying - record.staying_bytes, 0
 
     @classmethod
     def on(cls, device: torch.device, **options: Any) -> Memory:
@@ -225,14 +212,7 @@ class Memory:
         self.ring.clear()
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """Owner of memory blocks, named in error messages."""
-
-    key: str
-
-
-class Record:
+class Record(ActivationSet):
     """One chunk between its forward and its backward pass.
 
     The experts' graph holds it, through the hooks; so it must not hold the graph, or neither would
@@ -240,30 +220,37 @@ class Record:
 
     Args:
         strategy: how it comes back.
+        selection: of tensors inside the experts that may leave.
         depth: slots for the experts' input; their intermediate tensors always have two.
 
     Attributes:
         used_bytes: of the chunk's slot of the ring ``input``.
+        staying_bytes: of what found no room on the host.
     """
 
-    def __init__(self, memory: Memory, number: int, strategy: Strategy, depth: int = DEPTH) -> None:
-        self.used_bytes = 0
-        self._owner = _Owner(f"MoE chunk {number}")
+    def __init__(
+        self,
+        memory: Memory,
+        number: int,
+        strategy: Strategy,
+        selection: Selection,
+        depth: int = DEPTH,
+    ) -> None:
+        super().__init__(f"MoE chunk {number}", memory.engine, selection)
+        self.used_bytes = self.staying_bytes = 0
         self._memory, self._strategy = memory, strategy
         self._input_slot, self._inside_slot = number % depth, number % DEPTH
         self._input: Block | None = None
-        self._inside: dict[int, Block] = {}
-        self._ticket: Ticket | None = None
+        self._given = 0  # identity of the storage of the experts' input
+        self._again: Recomputation | None = None
         self._slot: torch.Tensor | None = None
-        self._staying = 0
-        self._arrived = False
 
     def __del__(self) -> None:
         # A graph may be dropped without a backward pass; its place on the host must not be lost.
-        self._memory.dropped(self._staying)
-        if self._ticket is not None and self._ticket.slot is not None:
+        self._memory.over(self)
+        if self.on_host:
             with contextlib.suppress(Exception):
-                self._memory.engine.finish(self._ticket)
+                self.finish()
 
     # --- forward ---
 
@@ -275,14 +262,11 @@ class Record:
         return self._memory.ring.take(INPUT, self._input_slot, nbytes)[:nbytes]
 
     @contextlib.contextmanager
-    def saving(
-        self, slot: torch.Tensor, residents: Set[int], linears: Linears
-    ) -> Iterator[Recomputation | None]:
+    def saving(self, slot: torch.Tensor, linears: Linears) -> Iterator[Recomputation | None]:
         """A context for the experts' forward pass: what autograd saves there is this chunk's.
 
         Args:
             slot: what ``input_slot`` gave.
-                residents: identities of the parameters' storages, which outlive a chunk.
             linears: of the experts, for what is computed again.
 
         Yields:
@@ -293,155 +277,91 @@ class Record:
             with _without_checkpoint():
                 yield None
             return
+        self._given = storage._cdata
         if self._strategy.input is not Restore.KEEP:
-            self._input = Block(self._owner, storage)
+            self._input = Block(self.key, storage)
         with contextlib.ExitStack() as stack:
-            again = None
             if self._strategy.recomputes:
-                again = Recomputation(self._owner, residents, linears, inside is Restore.RECOMPUTE)
-                stack.enter_context(again.recording(slot))
-            pack = functools.partial(self._pack, residents, storage._cdata, again)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, self._unpack))
-            yield again
+                residents, whole = self._selection.residents(), inside is Restore.RECOMPUTE
+                self._again = Recomputation(self.key, residents, linears, whole)
+                stack.enter_context(self._again.recording(slot))
+            stack.enter_context(self.hooks())
+            yield self._again
+        self._again = None
         if self._input is not None:
             self._input.memory = None
 
-    def offload(self, slot: torch.Tensor) -> None:
+    def depart(self, slot: torch.Tensor) -> None:
         """The experts' forward pass has been issued: send to the host what is to go there."""
-        memory, pieces = self._memory, []
-        if self._strategy.inside is Restore.OFFLOAD:
-            for block in self._inside.values():
-                for view in block.views:
-                    view.check(self._owner.key)
-                start, end = block.range_bytes()
-                assert block.memory is not None
-                pieces.append(block.memory[start:end])
-        # Views, which hold their whole storages.
-        inside = list(pieces)
-        if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
-            pieces.append(slot[: self.used_bytes])
+        ring = self._memory.ring
+        sends_input = self._strategy.input is Restore.OFFLOAD and self.used_bytes
+        pieces = [slot[: self.used_bytes]] if sends_input else []
+        if not pieces and not self.movable():
+            return
+        self.ticket = self.engine.produced()
+        self._memory.offload(self, pieces)
+        if self.stays:
+            if pieces:  # out of the ring
+                self._slot = self._memory.device.allocate(self.used_bytes)
+                self._slot.copy_(slot[: self.used_bytes])
+            return
+        assert self.ticket.sent is not None
         if pieces:
-            ticket = memory.engine.produced()
-            self._staying = memory.offload(ticket, pieces)
-            if self._staying:
-                self._stay(slot)
-                return
-            self._ticket = ticket
-            assert ticket.sent is not None
-            if self._strategy.input is Restore.OFFLOAD:
-                memory.ring.read_until(INPUT, self._input_slot, ticket.sent)
-            if inside:
-                memory.departures.add(ticket, inside)
-        self._release(self._inside.values())
-
-    def _stay(self, slot: torch.Tensor) -> None:
-        """The host has no room: what was to go there stays; the input moves out of the ring."""
-        if self._strategy.input is Restore.OFFLOAD:
-            self._slot = self._memory.device.allocate(self.used_bytes)
-            self._slot.copy_(slot[: self.used_bytes])
-        self._inside.clear()
-        self._release([self._input])
-
-    def _release(self, blocks: Iterable[Block | None]) -> None:
-        """Let go of the device memory of ``blocks``."""
-        for block in blocks:
-            if block is not None:
-                block.memory = None
-                for view in block.views:
-                    view.tensor = None
+            ring.read_until(INPUT, self._input_slot, self.ticket.sent)
+        if inside := self.let_go():
+            self._memory.departures.add(self.ticket, inside)
 
     # --- backward ---
 
     @property
     def copied_inside_bytes(self) -> int:
-        """Of the chunk's slot of the ring ``inside``, once ``offload`` has run."""
-        return sum(self._inside_sizes())
+        """Of the chunk's slot of the ring ``inside``, once ``depart`` has run."""
+        return sum(padded(form.end_bytes) for form in self._inside_forms())
 
-    def _inside_sizes(self) -> list[int]:
-        sizes = [] if self._ticket is None else self._ticket.sizes
-        return [padded(size) for size in sizes[: len(self._inside)]]
+    def _inside_forms(self) -> Sequence[Form]:
+        return () if self.ticket is None else self.ticket.forms[: len(self.offloaded)]
 
     def fetch(self) -> None:
         """Start copying back what is on the host, into the ring."""
-        ticket = self._ticket
-        if ticket is None:
+        if not self.on_host:
             return
-        ring = self._memory.ring
-        *places, total = accumulate(self._inside_sizes(), initial=0)
-        inside = ring.take(INSIDE, self._inside_slot, total) if self._inside else None
-        buffers = []
-        for block, at, size in zip(self._inside.values(), places, ticket.sizes):
-            assert inside is not None
-            # Of the memory's storage, which is the whole slot.
-            block.base_bytes = block.range_bytes()[0] - at
-            block.memory = piece = inside[at : at + size]
-            buffers.append(piece)
+        buffers, ring, forms = list[torch.Tensor](), self._memory.ring, self._inside_forms()
+        if forms:
+            inside = ring.take(INSIDE, self._inside_slot, self.copied_inside_bytes)
+            buffers = laid_out(inside, forms)
         if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
             self._slot = self.input_slot(self.used_bytes)
             buffers.append(self._slot)
-        ticket.prepared = self._memory.device.record()
-        self._memory.engine.reload(ticket, list(buffers))
+        self.prepare(buffers)
+        self.reload()
 
     def backward_slot(self) -> torch.Tensor:
         """The experts' input in backward: what the copy brings, or room for what is sent again."""
         slot, self._slot = self._slot, None
         return self.input_slot(self.used_bytes) if slot is None else slot
 
-    def use(self, slot: torch.Tensor) -> None:
+    def begin(self, slot: torch.Tensor) -> None:
         """The experts' backward pass is about to be issued, with its input in ``slot``."""
-        if self._ticket is not None:
-            self._memory.engine.use(self._ticket)
+        if self.state is State.RELOADING:
+            self.use()
         if self._input is not None:
             self._input.memory = slot
-        self._arrived = True
 
     def finish(self) -> None:
         """The experts' backward pass has been issued: forget everything."""
-        if self._ticket is not None:
-            self._memory.engine.finish(self._ticket)
-        self._memory.dropped(self._staying)
-        self._input = self._ticket = None
-        self._inside, self._staying = {}, 0
+        super().finish()
+        self._memory.over(self)
+        self._input = None
 
     # --- autograd's side ---
 
-    def _pack(
-        self,
-        residents: Set[int],
-        given: int,
-        again: Recomputation | None,
-        tensor: torch.Tensor,
-    ) -> Any:
-        """``given``: identity of the storage of the experts' input."""
+    def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if storage._cdata == given and self._input is not None:
+        if storage._cdata == self._given and self._input is not None:
             return without_memory(self._input, tensor)
-        if storage._cdata in residents:
-            return Kept(tensor)
-        if again is not None:
-            return again.pack(tensor)
-        if self._stays(tensor):
-            return Kept(tensor)
-        block = self._inside.setdefault(storage._cdata, Block(self._owner, storage))
-        return block, block.add(tensor)
-
-    def _stays(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return True
-        if tensor.device.type != self._memory.device.torch_device.type or not tensor.numel():
-            return True
-        return tensor.untyped_storage().nbytes() < self._memory.min_bytes
-
-    def _unpack(self, handle: Any) -> torch.Tensor:
-        if isinstance(handle, Kept):
-            return handle.tensor
-        if not self._arrived:
-            raise RuntimeError(
-                f"{self._owner.key} is used before its memory is back; this is a bug"
-            )
-        block, number = handle
-        result: torch.Tensor = block.view(number)
-        return result
+        if self._again is not None:
+            return self._again.pack(tensor)
+        return super()._pack(tensor)
 
 
 def _without_checkpoint() -> contextlib.AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -123,15 +123,15 @@ class Recomputation:
     Random number generators are not set back; no experts of Megatron use any.
 
     Args:
-        owner: of memory blocks, named in errors.
+        key: of the chunk, for errors.
         residents: identities of the parameters' storages.
         linears: modules inside the experts; without any, everything is computed again.
         whole: otherwise fc1's output is kept, and what is saved before it or by it; where fc1 is
             not known, all is kept.
     """
 
-    def __init__(self, owner: Any, residents: Set[int], linears: Linears, whole: bool) -> None:
-        self._owner, self._residents = owner, residents
+    def __init__(self, key: Hashable, residents: Set[int], linears: Linears, whole: bool) -> None:
+        self._key, self._residents = key, residents
         self._linears, self._whole = linears, whole
         self._autocast: Any = contextlib.nullcontext()  # as in forward
         self._blocks: list[Block] = []
@@ -215,7 +215,7 @@ class Recomputation:
     # --- forward ---
 
     def _drop(self, storage: torch.UntypedStorage) -> StorageWeakRef:
-        block = Block(self._owner, storage)
+        block = Block(self._key, storage)
         block.storage = None
         self._blocks.append(block)
         self._sizes.append(storage.nbytes())
@@ -273,7 +273,7 @@ class Recomputation:
 
     def _mismatch(self, found: str) -> RuntimeError:
         return RuntimeError(
-            f"{self._owner.key}: computed again, the experts saved {found}, and in forward "
+            f"{self._key}: computed again, the experts saved {found}, and in forward "
             f"{len(self._blocks)} storages of {self._sizes} bytes; they must do the same twice"
         )
 

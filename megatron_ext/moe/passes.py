@@ -296,7 +296,7 @@ class Forward:
         self._sent_probs = probs.reshape(-1).index_select(0, call.sent.sent.pairs)
         call.sent.probs = self._sent_probs if call.resends else None
         self._out = torch.empty_like(hidden)
-        self._residents = call.region.residents() if call.saves else set()
+        self._selection = call.region.selection()
 
     def run(self) -> torch.Tensor:
         """The layer's output, (tokens, width)."""
@@ -328,7 +328,7 @@ class Forward:
         call, chunk, state = self._call, self._call.table.chunks[i], self._call.states[i]
         memory = call.region.memory
         memory.departures.make_room()
-        record = Record(memory, i, call.strategy, call.plan.depth)
+        record = Record(memory, i, call.strategy, self._selection, call.plan.depth)
         slot = record.input_slot(call.input_bytes(chunk.rows))
         x, p = call.halves(slot, chunk.rows)
         order = call.sent.order(i, call.region.exchange)
@@ -342,14 +342,14 @@ class Forward:
             return call.run_experts(x, chunk, p)
         strategy = call.strategy
         if strategy.inside is not Restore.OFFLOAD:
-            record.offload(slot)  # its copy may run while the experts compute
-        saving = record.saving(slot, self._residents, call.region.linears)
+            record.depart(slot)  # its copy may run while the experts compute
+        saving = record.saving(slot, call.region.linears)
         with torch.enable_grad(), saving as state.again:
             state.graph, y = call.run_graph(x, p, chunk)
         if state.again is not None and strategy.input is Restore.KEEP:
             state.slot = slot
         if strategy.inside is Restore.OFFLOAD:
-            record.offload(slot)
+            record.depart(slot)
         return y
 
     def _collect(self, i: int) -> None:
@@ -450,7 +450,7 @@ class Backward:
         if not call.has_work(i):
             record.finish()
             return dy, dy.new_empty(0, dtype=call.probs_field[1])
-        record.use(slot)
+        record.begin(slot)
         if state.again is not None:
             state.again.run(lambda: call.run_graph(*call.halves(slot, chunk.rows), chunk), slot)
         graph, state.graph, state.again = state.graph, None, None

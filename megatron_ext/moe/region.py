@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..offload.saved import Selection
 from .buffers import Memory
 from .exchange import Exchange
 from .graph import Linears
@@ -75,14 +76,17 @@ class Region:
         self.exchange, self.experts, self.memory = exchange, experts, memory
         self.parameters, self.store, self.linears = list(parameters), store, linears
         self._recomputes_activation = recomputes_activation
-        self._residents: tuple[Any, set[int]] = None, set()
+        kind = memory.device.torch_device.type
+        self._selection = Selection(kind, self.parameters.copy, memory.min_bytes)
+        self._ends: list[int] = []
 
-    def residents(self) -> set[int]:
-        """Identities of the parameters' storages."""
+    def selection(self) -> Selection:
+        """Of tensors that may leave the device: not the parameters."""
         ends = [p.data_ptr() for p in (*self.parameters[:1], *self.parameters[-1:])]
-        if self._residents[0] != ends:  # also where Megatron has moved them to one buffer
-            self._residents = ends, {p.untyped_storage()._cdata for p in self.parameters}
-        return self._residents[1]
+        if self._ends != ends:  # also where Megatron has moved them to one buffer
+            self._ends = ends
+            self._selection.end_step()
+        return self._selection
 
     def __call__(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .blocks import ALIGNMENT, Form
+from .blocks import Form, laid_out, padded
 from .device import Event
 from .errors import OffloadConfigError
 from .host import bound_to_numa_node, host_pages, pci_bus_id, require_host_memory
@@ -26,11 +26,6 @@ _KEPT_VIEWS = 16384
 _AMPLE = 1.25
 # Those of this process: several features may have one each.
 _ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
-
-
-def padded(nbytes: int) -> int:
-    """``nbytes`` rounded up to the alignment of places in the arena."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class FreeList:
@@ -111,12 +106,7 @@ class Slot:
         if found is None:
             if (1 + len(kept)) * len(forms) > _KEPT_VIEWS:
                 kept.clear()
-            at, found = 0, []
-            for form in forms:
-                piece = self.memory[at : at + form.end_bytes].view(form.dtype)
-                found.append(piece.as_strided(form.shape, form.stride))
-                at += padded(form.end_bytes)
-            kept[self.start, forms] = found
+            found = kept[self.start, forms] = laid_out(self.memory, forms)
         return found
 
 

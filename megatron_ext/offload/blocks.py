@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterable
 
 import torch
 
@@ -58,6 +57,21 @@ def form_of(
     return Form(shape, stride, dtype, offset)
 
 
+def padded(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment of blocks that lie behind each other."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def laid_out(memory: torch.Tensor, forms: Iterable[Form]) -> list[torch.Tensor]:
+    """Tensors of these forms in ``memory`` (1-D uint8), behind each other, ``padded``."""
+    at, found = 0, []
+    for form in forms:
+        piece = memory[at : at + form.end_bytes].view(form.dtype)
+        found.append(piece.as_strided(form.shape, form.stride))
+        at += padded(form.end_bytes)
+    return found
+
+
 def form_of_bytes(nbytes: int) -> Form:
     """The form of 1-D uint8 memory."""
     return form_of((nbytes,), (1,), torch.uint8)
@@ -102,7 +116,7 @@ class Block:
     """One storage of a set.
 
     Attributes:
-        owner: the set; its ``key`` names it in errors.
+        key: of the set, for errors.
         storage: on the device, or what was reloaded of it; None while it is on the host.
         base_bytes: where ``storage`` starts, as an offset in the original storage.
         views: the saved tensors in it.
@@ -112,11 +126,11 @@ class Block:
     """
 
     __slots__ = (
-        *("__weakref__", "_whole", "base_bytes", "owner", "single", "stays", "storage", "views"),
+        *("__weakref__", "_whole", "base_bytes", "key", "single", "stays", "storage", "views"),
     )
 
-    def __init__(self, owner: Any, storage: torch.UntypedStorage) -> None:
-        self.owner = owner
+    def __init__(self, key: Hashable, storage: torch.UntypedStorage) -> None:
+        self.key = key
         self.storage: torch.UntypedStorage | None = storage
         self.base_bytes = 0
         self.views: list[View] = []
@@ -188,10 +202,10 @@ class Block:
         assert tensor is not None
         return tensor
 
-    def check(self, key: Hashable) -> None:
+    def check(self) -> None:
         """Raises RuntimeError if a saved tensor was written in place after it was saved."""
         for view in self.views:
-            view.check(key)
+            view.check(self.key)
 
     def drop(self) -> torch.Tensor:
         """Let go of the storage on the device; returns a tensor over it."""
@@ -204,14 +218,18 @@ class Block:
 
     def reloaded(self, buffer: torch.Tensor) -> None:
         """What was copied is, or will be, in ``buffer``, in ``form``."""
-        self.storage, self.base_bytes = buffer.untyped_storage(), self.range_bytes()[0]
-        self._whole = None if self.single is None else buffer
+        self.storage = buffer.untyped_storage()
+        if self.single is not None:
+            self._whole = buffer
+        else:
+            at = int(buffer.storage_offset()) * buffer.itemsize
+            self.base_bytes = self.range_bytes()[0] - at
 
     def view(self, number: int) -> torch.Tensor:
         """The saved tensor over the memory where it is now."""
         saved = self.views[number]
         if saved.tensor is not None:
-            saved.check(self.owner.key)
+            saved.check(self.key)
             return saved.tensor
         if self._whole is not None:
             return self._whole

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import queue
-import threading
 import time
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 
-from ..runtime.threads import begin_thread
+from ..runtime.threads import Worker
 from .blocks import Form
 
 STUCK_SECONDS = 120.0
@@ -86,22 +84,31 @@ class Device(Protocol):
     def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
         """Device memory for compute, ordered with the compute stream: dense, of ``form``, or else
         1-D uint8."""
+        if form is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        return torch.empty_strided(
+            form.shape, form.stride, dtype=form.dtype, device=self.torch_device
+        )
 
     def record_use(self, buffer: torch.Tensor) -> None:
         """Compute uses memory that another compute stream has allocated: it is not given out again
         before what this one was given so far is done, wherever it is dropped."""
+        return None
 
     def discard(self, buffer: torch.Tensor) -> None:
-        """The caller is about to drop ``buffer``; compute may be given its memory next."""
+        """The caller is about to drop ``buffer``; compute may be given its memory next, as the
+        caching allocator orders it on the compute stream."""
+        return None
 
     def synchronize(self) -> None:
         """The host waits for all copies."""
 
     def close(self) -> None:
         """End threads, after what they were given."""
+        return None
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """A CUDA device: copy streams and events.
 
     Device memory is allocated and freed on the compute stream only, so the caching allocator needs
@@ -155,102 +162,43 @@ class CudaDevice:
         done.record(on)
         return done
 
-    def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
-        return _empty(nbytes, form, self.torch_device)
-
     def record_use(self, buffer: torch.Tensor) -> None:
         buffer.record_stream(torch.cuda.current_stream(self.torch_device))
-
-    def discard(self, buffer: torch.Tensor) -> None:
-        pass  # The caching allocator orders reuse on the compute stream.
 
     def synchronize(self) -> None:
         for stream in self._streams:
             stream.synchronize()
 
-    def close(self) -> None:
-        pass
 
+class HostEvent(Future[None]):
+    """An event of a thread: done, or failed with an exception; ``time`` is when it was done."""
 
-def _empty(nbytes: int, form: Form | None, device: torch.device) -> torch.Tensor:
-    if form is None:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
-
-
-class HostEvent:
-    """An event of a thread; carries the error that kept its work from being done."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self.error: BaseException | None = None
-        # Start and end of a copy, time.monotonic(); empty before it ran.
-        self.span: list[float] = []
-        self.time = 0.0
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """The work before the event is done, or has failed."""
-        self.error, self.time = error, time.monotonic()
-        self._done.set()
+    def __init__(self, done: bool = False) -> None:
+        super().__init__()
+        self.time = time.monotonic()
+        if done:
+            self.set_result(None)
 
     def query(self) -> bool:
-        return self._done.is_set()
+        return self.done()
 
-    def wait(self) -> None:
-        """Wait until the work is over, done or failed.
+    def wait(self) -> BaseException | None:
+        """Wait until the work is over; returns why it failed.
 
         Raises:
             RuntimeError: it did not end in two minutes.
         """
-        if not self._done.wait(STUCK_SECONDS):
-            raise RuntimeError(f"a transfer has not ended after {STUCK_SECONDS:.0f} s")
+        try:
+            return self.exception(STUCK_SECONDS)
+        except TimeoutError:
+            raise RuntimeError(f"a transfer has not ended after {STUCK_SECONDS:.0f} s") from None
 
     def synchronize(self) -> None:
-        self.wait()
-        if self.error is not None:
-            raise RuntimeError(f"a transfer failed: {self.error}") from self.error
+        if (error := self.wait()) is not None:
+            raise RuntimeError(f"a transfer failed: {error}") from error
 
 
-_Tasks: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], HostEvent] | None]"
-
-
-class Worker:
-    """A thread that does tasks in order: a stream without a GPU. It ends with this object."""
-
-    def __init__(self, name: str) -> None:
-        self._tasks: _Tasks = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._tasks.put, None)
-
-    def put(self, task: Callable[[], None]) -> HostEvent:
-        """Do ``task`` after all others; the event follows it."""
-        event = HostEvent()
-        self._tasks.put((task, event))
-        return event
-
-    def close(self) -> None:
-        """End the thread, after all tasks."""
-        self._tasks.put(None)
-        self._thread.join(STUCK_SECONDS)
-
-
-def _work(tasks: _Tasks) -> None:
-    begin_thread()
-    while (item := tasks.get()) is not None:
-        task, event = item
-        error: BaseException | None = None
-        try:
-            task()
-        except BaseException as caught:  # Reported where somebody waits for the event.
-            error = caught
-        # Neither may keep tensors alive while the thread waits for its next task.
-        del item, task
-        event.finish(error)
-        del event, error
-
-
-class CpuDevice:
+class CpuDevice(Device):
     """CPU tensors as "device" memory; every copy stream is a thread, and compute is the caller.
 
     Args:
@@ -274,9 +222,7 @@ class CpuDevice:
         return 0
 
     def record(self, timed: bool = False) -> HostEvent:
-        event = HostEvent()
-        event.finish()  # Compute is the caller: it has done all that it was given.
-        return event
+        return HostEvent(done=True)  # Compute is the caller: it has done all that it was given.
 
     def wait(self, event: Event) -> None:
         event.synchronize()
@@ -295,38 +241,28 @@ class CpuDevice:
         after: Sequence[Event],
         guard: AbstractContextManager[Any] | None = None,
     ) -> HostEvent:
-        after, span = list(after), list[float]()
+        after, event = list(after), HostEvent()
 
         def task() -> None:
-            for event in after:
-                event.synchronize()
+            for other in after:
+                other.synchronize()
             with guard or contextlib.nullcontext():  # Only the copy thread waits for the guard.
-                span.append(time.monotonic())
+                start = time.monotonic()
                 for destination, source in pairs:
                     destination.copy_(source)
                 rate = self.throttle_bytes_per_second.get(direction)
                 if rate is not None:
                     nbytes = sum(source.nbytes for _, source in pairs)
-                    time.sleep(max(0.0, span[0] + nbytes / rate - time.monotonic()))
-                span.append(time.monotonic())
+                    time.sleep(max(0.0, start + nbytes / rate - time.monotonic()))
+                event.time = time.monotonic()
             # The event outlives the copy; what it copied must not.
             pairs.clear()
             after.clear()
 
-        event = self._copiers[stream % len(self._copiers)].put(task)
-        event.span = span
+        self._copiers[stream % len(self._copiers)].put(task, event)
         self._copies = [copy for copy in self._copies if not copy.query()]
         self._copies.append(event)
         return event
-
-    def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
-        return _empty(nbytes, form, torch.device("cpu"))
-
-    def record_use(self, buffer: torch.Tensor) -> None:
-        pass
-
-    def discard(self, buffer: torch.Tensor) -> None:
-        pass
 
     def synchronize(self) -> None:
         copies, self._copies = self._copies, []
@@ -337,7 +273,7 @@ class CpuDevice:
 
     def close(self) -> None:
         for worker in self._copiers:
-            worker.close()
+            worker.close(STUCK_SECONDS)
 
 
 def device_for(torch_device: torch.device) -> Device:

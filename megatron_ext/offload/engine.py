@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .arena import HostArena, Slot, padded
-from .blocks import Form, bytes_of, form_of_bytes
+from .arena import HostArena, Slot
+from .blocks import Form, bytes_of, form_of_bytes, padded
 from .device import Device, Direction, Event, Pairs
 from .errors import OffloadConfigError
 
@@ -95,11 +95,6 @@ class Ticket:
     arrived: Event | None = None
     stream: Hashable = None
     users: set[Hashable] = field(default_factory=set)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each of the set's memory blocks."""
-        return [form.end_bytes for form in self.forms]
 
 
 @dataclass
@@ -207,30 +202,39 @@ class Engine:
         self._counters.bytes_to_host += sum(sizes)
         return True
 
-    def release(self, ticket: Ticket) -> None:
-        """Make it safe to drop the device's copy of the set, which the caller does next.
+    def release(
+        self, ticket: Ticket, memory: list[torch.Tensor] | None = None, foreign: bool = False
+    ) -> None:
+        """Drop the device's copy of the set.
 
         If the copy to the host is not complete, compute waits for it, so that the memory is free
         when the schedule says so.
+
+        Args:
+            memory: nobody else has it; emptied, the last one first. None: the caller drops it.
+            foreign: it may be another compute stream's, which does not wait for the copy.
         """
         assert ticket.sent is not None
         if not ticket.sent.query():
             self._watch("waited_releases", ticket.sent)
             self._compute_waits("release-after-offload", ticket.sent)
+        while memory:
+            dropped = memory.pop()
+            if foreign:
+                self._in_use("reuse-after-use", dropped)
+            self.device.discard(dropped)
+            del dropped
 
-    def discard(self, memory: torch.Tensor, foreign: bool = False) -> None:
-        """The caller is about to drop what ``release`` has made safe to drop.
+    def prepare(
+        self, ticket: Ticket, buffers: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Device memory for the set's blocks, in the order and forms of ``offload``.
 
         Args:
-            foreign: it may be another compute stream's, which does not wait for the copy.
+            buffers: such memory; None: it is allocated.
         """
-        if foreign:
-            self._in_use("reuse-after-use", memory)
-        self.device.discard(memory)
-
-    def prepare(self, ticket: Ticket) -> list[torch.Tensor]:
-        """Device memory for the set's blocks, in the order and forms of ``offload``."""
-        buffers = [self.device.allocate(form.end_bytes, form) for form in ticket.forms]
+        if buffers is None:
+            buffers = [self.device.allocate(form.end_bytes, form) for form in ticket.forms]
         ticket.prepared = self.device.record()
         return buffers
 

@@ -7,7 +7,6 @@ One *set* is what one model chunk keeps for one microbatch. The schedule moves i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .engine import Engine
-from .saved import MIN_BYTES, SavedTensors, Selection
-from .sets import NO_ROOM, NOTHING, ActivationSet, Footprint, State
+from .saved import MIN_BYTES, Selection
+from .sets import ActivationSet, Footprint, State
 from .statistics import Statistics, device_sets
 
 
@@ -37,9 +36,12 @@ class ActivationStore:
         min_bytes: int = MIN_BYTES,
         keep: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
-        self.engine, self.statistics = engine, Statistics()
+        self.engine = engine
         self._selection = Selection(engine.device.torch_device.type, resident, min_bytes, keep)
+        self.statistics = Statistics(kept_bytes=self._selection.kept_bytes)
         self._sets: dict[Hashable, ActivationSet] = {}
+        # By set: storages that RELEASE dropped, with their bytes, until PREPARE.
+        self._released: dict[Hashable, list[tuple[StorageWeakRef, int]]] = {}
         self._saving = False
 
     @contextmanager
@@ -58,11 +60,10 @@ class ActivationStore:
         if self._saving or key in self._sets:
             what = "another set is being saved" if self._saving else "its last pass is not finished"
             raise RuntimeError(f"activation set {key} cannot be saved: {what}")
-        record = self._sets[key] = ActivationSet(key)
-        saved = SavedTensors(record, self._selection, self.engine, self.statistics.kept_bytes)
+        record = self._sets[key] = ActivationSet(key, self.engine, self._selection)
         self._saving = True
         try:
-            with saved.hooks():
+            with record.hooks():
                 yield
             record.ticket = self.engine.produced()
         except BaseException:
@@ -84,19 +85,7 @@ class ActivationStore:
             RuntimeError: a saved tensor was written in place, or the set is not on the device.
             OffloadConfigError: the first step needs more host memory than there is.
         """
-        record = self._get(key, "offload", State.ON_DEVICE)
-        assert record.ticket is not None
-        blocks = record.movable()
-        for block in blocks:
-            block.check(key)
-        saved, forms = [b.saved() for b in blocks], [b.form for b in blocks]
-        if not blocks:
-            record.stays = NOTHING
-        elif not self.engine.offload(record.ticket, saved, reserve_bytes, forms):
-            record.stays = NO_ROOM
-        else:
-            record.in_copy, record.offloaded = blocks, [weakref.ref(block) for block in blocks]
-        record.state = State.OFFLOADING
+        self._get(key, "offload", State.ON_DEVICE).offload(reserve_bytes)
 
     def release(self, key: Hashable) -> None:
         """RELEASE: the device's copy is dropped; compute waits if it has not been copied yet.
@@ -105,21 +94,17 @@ class ActivationStore:
             RuntimeError: a saved tensor was written in place, or OFFLOAD is missing.
         """
         record = self._get(key, "release", State.OFFLOADING)
-        record.state = State.ON_HOST
+        for block in record.in_copy:
+            block.check()
+        memory = record.let_go()
         if record.stays:
             return
+        storages = [tensor.untyped_storage() for tensor in memory]
+        self._released[key] = [(StorageWeakRef(each), each.nbytes()) for each in storages]
+        del storages
         assert record.ticket is not None
-        self.engine.release(record.ticket)
-        for block in record.in_copy:
-            block.check(key)
-        for block in record.in_copy:
-            memory = block.drop()
-            storage = memory.untyped_storage()
-            record.released.append((StorageWeakRef(storage), storage.nbytes()))
-            del storage
-            self.engine.discard(memory, record.several_streams)
-            del memory
-        record.in_copy = []
+        memory.reverse()
+        self.engine.release(record.ticket, memory, record.several_streams)
         self._count(record)
 
     def prepare(self, key: Hashable) -> None:
@@ -129,15 +114,11 @@ class ActivationStore:
             RuntimeError: RELEASE is missing.
         """
         record = self._get(key, "prepare", State.ON_HOST)
-        record.state = State.PREPARED
-        if not record.stays:
-            assert record.ticket is not None
-            for ref, nbytes in record.released:
-                if not ref.expired():
-                    self.statistics.held_elsewhere_bytes += nbytes
-                    self._selection.add_shared(ref)
-            record.released = []
-            record.buffers = self.engine.prepare(record.ticket)
+        for ref, nbytes in self._released.pop(key, ()):
+            if not ref.expired():
+                self.statistics.held_elsewhere_bytes += nbytes
+                self._selection.add_shared(ref)
+        record.prepare()
         self._count(record)
 
     def reload(self, key: Hashable) -> None:
@@ -146,22 +127,7 @@ class ActivationStore:
         Raises:
             RuntimeError: PREPARE is missing.
         """
-        record = self._get(key, "reload", State.PREPARED)
-        record.state = State.RELOADING
-        if record.stays:
-            return
-        assert record.ticket is not None
-        # A graph may have been dropped meanwhile; what it saved is not worth copying.
-        blocks = [ref() for ref in record.offloaded]
-        buffers = [b if block is not None else None for block, b in zip(blocks, record.buffers)]
-        self.engine.reload(record.ticket, buffers)
-        for block, buffer in zip(blocks, buffers):
-            if block is not None:
-                assert buffer is not None
-                block.reloaded(buffer)
-        record.buffers = []
-        # Until compute waits for the copy, nobody may free what it writes to.
-        record.in_copy = [block for block in blocks if block is not None]
+        self._get(key, "reload", State.PREPARED).reload()
 
     def finish(self, key: Hashable) -> None:
         """After the set's last pass, W or BW: forget it.
@@ -176,9 +142,7 @@ class ActivationStore:
             raise RuntimeError(f"there is no activation set {key} to finish")
         if record.state in (State.ON_HOST, State.PREPARED) and not record.stays:
             raise RuntimeError(f"activation set {key} cannot be finished: it is {record.where()}")
-        if record.ticket is not None:
-            self.engine.finish(record.ticket)
-        record.in_copy = []
+        record.finish()
         del self._sets[key]
 
     def end_step(self) -> None:
@@ -197,14 +161,13 @@ class ActivationStore:
         """After an exception: wait for running copies and forget all sets."""
         records = list(self._sets.values())
         self._sets.clear()
+        self._released.clear()
         self._selection.end_step()
         try:
             self.engine.synchronize()
         finally:
             for record in records:
-                if record.ticket is not None:
-                    self.engine.finish(record.ticket)
-                record.in_copy, record.buffers = [], []
+                record.finish()
 
     def stays(self, tensor: torch.Tensor) -> None:
         """What is saved of this tensor's memory stays on the device, as long as that lives."""

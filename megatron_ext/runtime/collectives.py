@@ -8,9 +8,6 @@ message still takes part in every collective.
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -20,7 +17,7 @@ import torch.distributed as dist
 
 from .communicators import PerGroup, counted, end
 from .edges import DEFAULT, MessageOptions, communicator
-from .threads import begin_thread
+from .threads import Worker
 
 Chain = Callable[[], Any]
 
@@ -128,15 +125,16 @@ class _Thread:
     """Runs chains on a thread, in the order in which they are started."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[tuple[Chain, Future[Any]] | None] = queue.SimpleQueue()
+        self._worker = Worker("collectives")
         self._results: dict[Hashable, Future[Any]] = {}
-        # A daemon: the end of the process does not wait for ranks that have failed.
-        threading.Thread(target=_work, args=(self._todo,), daemon=True).start()
-        self._end = weakref.finalize(self, self._todo.put, None)
 
     def start(self, name: Hashable, chain: Chain, held: Iterable[torch.Tensor]) -> None:
+        def task() -> Any:
+            with torch.no_grad():
+                return chain()
+
         result = self._results[name] = Future()
-        self._todo.put((chain, result))
+        self._worker.put(task, result)
 
     def wait(self, name: Hashable) -> Any:
         return self._results.pop(name).result()
@@ -145,18 +143,7 @@ class _Thread:
         return list(self._results)
 
     def close(self) -> None:
-        self._end()
-
-
-def _work(todo: queue.SimpleQueue[tuple[Chain, Future[Any]] | None]) -> None:
-    begin_thread()
-    while (task := todo.get()) is not None:
-        chain, result = task
-        try:
-            with torch.no_grad():
-                result.set_result(chain())
-        except BaseException as error:
-            result.set_exception(error)
+        self._worker.end()  # it may wait for a rank that has failed
 
 
 _COLLECTIVES: PerGroup[Collectives] = PerGroup()

@@ -256,18 +256,23 @@ class StreamDevice(TorchDispatchMode):
         inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
         if not inputs:  # Nothing to wait for, and random numbers are drawn in the host's order.
             values = func(*args, **kwargs)
+            if not isinstance(values, torch.Tensor):
+                return values
             result = self._empty(values)
             if not name.startswith(_EMPTY):
                 target = self._raw(result)
                 self.launch(lambda: target.copy_(values))
             return result
         # Shapes come from whatever the arguments hold now, so indices must not be results.
-        results = tree_map(self._empty, func(*raw_args, **raw_kwargs))
+        values = func(*raw_args, **raw_kwargs)
+        results = tree_map(self._empty, values)
         targets = tree_flatten(tree_map(self._raw, results))[0]
+        # An early stream without a backlog has computed just what its kernel would.
+        now = self.current in self.eager and not self._streams[self.current].queue
 
         def kernel() -> None:
-            values = tree_flatten(func(*raw_args, **raw_kwargs))[0]
-            for to, value in zip(targets, values):
+            found = tree_flatten(values if now else func(*raw_args, **raw_kwargs))[0]
+            for to, value in zip(targets, found):
                 if isinstance(to, torch.Tensor):
                     to.copy_(value)
 

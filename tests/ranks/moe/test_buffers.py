@@ -48,7 +48,8 @@ def test_slots_have_to_wait_for_their_readers(make: Callable[..., Region]) -> No
             if purpose != "input":
                 super()._wait_for(readers, purpose)
 
-    memory = Memory(device, min_bytes=1, ring=Careless(device))
+    memory = Memory(device, min_bytes=1)
+    memory.ring = Careless(device)
     assert not equal(run(make(memory), 5, "s3", between=gate.open), wanted)
 
 
@@ -173,7 +174,9 @@ def test_a_first_call_grows_no_buffer(make: Callable[..., Region], strategy: str
 
     device = CpuDevice()
     # Chunk 4 has 8 tokens, and chunk 2, which follows in its slot, 9.
-    run(make(Memory(device, min_bytes=1, ring=Noting(device))), 6, strategy, tokens=50)
+    memory = Memory(device, min_bytes=1)
+    memory.ring = Noting(device)
+    run(make(memory), 6, strategy, tokens=50)
     assert max(map(len, taken.values())) > 1
     assert all(len(set(sizes)) == 1 for sizes in taken.values()), taken
 

@@ -17,8 +17,8 @@ import torch
 
 from megatron_ext.offload import arena as arena_module
 from megatron_ext.offload import host
-from megatron_ext.offload.arena import HostArena, padded
-from megatron_ext.offload.blocks import ALIGNMENT
+from megatron_ext.offload.arena import HostArena
+from megatron_ext.offload.blocks import ALIGNMENT, padded
 from megatron_ext.offload.device import CpuDevice, Direction, HostEvent
 from megatron_ext.offload.engine import Policy
 from megatron_ext.offload.errors import OffloadConfigError
@@ -142,15 +142,14 @@ def test_pages_are_touched_by_several_threads(monkeypatch):
 def test_a_place_being_read_is_busy_for_its_next_owner():
     arena = HostArena(CPU, 4096)
     low, high = arena.allocate(2048), arena.allocate(2048)
-    reading, done = HostEvent(), HostEvent()
-    done.finish()
+    reading, done = HostEvent(), HostEvent(done=True)
     arena.free(low, reading)
     arena.free(high, done)
     whole = arena.allocate(4096)
     assert whole.busy == [reading]
     arena.free(whole)
     assert arena.allocate(512).busy == [reading]
-    reading.finish()
+    reading.set_result(None)
     assert arena.allocate(512).busy == []
 
 

@@ -24,7 +24,7 @@ from megatron_ext.runtime.wgrad import WeightGradStore
 from tests.support.streams import StreamDevice
 
 HIDDEN, MICROBATCHES = 8, 3
-STEPS = 340  # times three policies: more than a thousand
+STEPS = 170  # times three policies
 
 
 class Split(torch.autograd.Function):
