@@ -14,12 +14,13 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_ext._conflict import Conflict
+    from megatron_ext.commands.parser import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -87,8 +88,10 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     return [*lines, *(f"| {' | '.join(map(cell, row))} |" for row in rows)]
 
 
-def options(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, str]]:
-    """The name and the help of every option, as ``--help`` has them."""
+def options(
+    actions: Iterable[argparse.Action], needs: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """The name and the help of every option, as ``--help`` has them, and what it needs."""
     for action in actions:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
             continue
@@ -99,13 +102,13 @@ def options(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, str]]:
         value = "" if action.nargs == 0 else f"[{value}]" if action.nargs == "?" else value
         names = ", ".join(action.option_strings)
         text = (action.help or "") % {**vars(action), "prog": "megatron-ext"}
+        needed = (needs or {}).get(action.dest)
+        text += f"; needs `{needed}`" if needed else ""
         yield f"`{names} {value}`".replace(" `", "`").replace("` ", "`"), text
 
 
 def cli() -> str:
     """The page of all commands."""
-    from megatron_ext import cli as tool
-
     lines = ["# The command line", "", WRITTEN, ""]
     lines += [
         "`megatron-ext COMMAND`, or `python3 -m megatron_ext COMMAND`. All commands run on a bare "
@@ -116,24 +119,20 @@ def cli() -> str:
         "cannot be used or the answer not be written; 130 after Ctrl-C.",
         "",
     ]
-    subparsers = commands(tool)
+    subparsers = commands()
     lines += table(("command", "what it does"), ((f"[`{n}`](#{n})", h) for n, h, _ in subparsers))
     for name, text, parser in subparsers:
         lines += ["", f"## {name}", "", f"{(parser.description or text).strip()}", ""]
-        lines += table(("option", "meaning"), options(parser._actions))
+        lines += table(("option", "meaning"), options(parser._actions, parser.needs))
     return "\n".join(lines) + "\n"
 
 
-def commands(tool: object) -> list[tuple[str, str, argparse.ArgumentParser]]:
+def commands() -> list[tuple[str, str, Parser]]:
     """Every command: its name, its one line, its parser."""
-    from megatron_ext.commands.common import Parser
+    from megatron_ext.cli import COMMANDS, make_parser
 
-    parser = Parser(prog="megatron-ext")
-    subparsers = parser.add_subparsers()
-    for name in tool._COMMANDS:  # type: ignore[attr-defined]
-        importlib.import_module(f"megatron_ext.commands.{name}").add(subparsers)
-    lines = {action.dest: action.help or "" for action in subparsers._choices_actions}
-    return [(name, lines[name], one) for name, one in subparsers.choices.items()]
+    (found,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return [(name, COMMANDS[name].help, one) for name, one in found.choices.items()]
 
 
 def flags() -> str:
