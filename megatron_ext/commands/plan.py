@@ -8,6 +8,7 @@ import time
 
 from .._terminal import Progress
 from ..plan.candidate import Units
+from ..plan.lengths import wanted
 from ..plan.search import Search
 from . import plan_device, plan_input, plan_k, plan_lengths, plan_space
 from .common import InputError, Parser, user_input
@@ -69,7 +70,9 @@ def _plan(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
         save_order(args.output, best)
-    data = report_json(result, spaces, ignored, notes, seconds, args.output, args.gpus_per_node)
+    by_length = wanted(own.arguments)
+    file, node = args.output, args.gpus_per_node
+    data = report_json(result, spaces, ignored, notes, seconds, file, node, by_length)
     if args.microbatch_cost is not None:
         with user_input():
             rows = plan_lengths.of_points(args.microbatch_cost, result.front)
