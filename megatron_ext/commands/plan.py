@@ -7,6 +7,8 @@ import json
 import time
 
 from .._terminal import Progress
+from ..plan.candidate import Units
+from ..plan.lengths import wanted
 from ..plan.search import Search
 from . import plan_device, plan_input, plan_k, plan_lengths, plan_space
 from .common import JSON, InputError, Options, Parser, user_input
@@ -58,21 +60,24 @@ def _plan(args: argparse.Namespace) -> int:
             asked = jobs(args, freed(args, given), gpu)
             spaces = plan_space.spaces(args, asked, gpu, own)
             budgets = plan_device.budgets(args, gpu)
-            others = baselines(args, given, gpu, own, spaces, budgets, progress)
-            alone = not args.schedules  # else a pipeline is asked for
+            units, alone = Units(), not args.schedules  # else a pipeline is asked for
+            others = baselines(args, given, gpu, own, spaces, budgets, progress, units)
             seeds, effort = others.seeds(spaces, alone=alone), args.effort
             slower = plan_space.slower(args)
             if args.grid:
                 progress("your sizes")
-                seeds = [*seeds, *of_given_sizes(args, given, gpu, budgets, seeds)]
+                seeds = of_given_sizes(args, given, gpu, budgets, seeds, units)
                 effort *= BESIDE_GIVEN
-            result = Search(*(spaces, *budgets, effort, progress, seeds, slower), alone=alone).run()
+            asked_for = spaces, *budgets, effort, progress, seeds, slower, units
+            result = Search(*asked_for, alone=alone).run()
     best = result.best
     notes = [*notes, *spaces[0].job.assumptions]
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
         save_order(args.output, best)
-    data = report_json(result, spaces, ignored, notes, seconds, args.output, args.gpus_per_node)
+    by_length = wanted(own.arguments)
+    file, node = args.output, args.gpus_per_node
+    data = report_json(result, spaces, ignored, notes, seconds, file, node, by_length)
     if args.microbatch_cost is not None:
         with user_input():
             rows = plan_lengths.of_points(args.microbatch_cost, result.front)

@@ -4,11 +4,12 @@ the best of stock Megatron that fits."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..plan.alone import without_pipeline
+from ..plan.candidate import Units
 from ..plan.flags import job_of
 from ..plan.gpu import Gpu
 from ..plan.point import Point, evaluate
@@ -61,6 +62,7 @@ def baselines(
     spaces: Sequence[SearchSpace],
     budgets: tuple[int, int | None],
     progress: Callable[[str], None],
+    units: Units,
 ) -> Baselines:
     """Simulate them.
 
@@ -69,6 +71,7 @@ def baselines(
         own: the user's own pipeline.
         spaces: what is searched.
         budgets: bytes of a rank on the device, and on the host.
+        units: shared with other searches.
     """
     progress("your flags as they are")
     yours = _yours(args, given, gpu, own)
@@ -76,7 +79,8 @@ def baselines(
     stock = None
     try:
         asked = [of_stock(space) for space in spaces]
-        found = Search(asked, *budgets, args.effort * _STOCK_EFFORT, progress).run()
+        effort = args.effort * _STOCK_EFFORT
+        found = Search(asked, *budgets, effort, progress, units=units, front=False).run()
         stock = found.best or found.smallest
     except ValueError:
         pass  # Megatron has none for these numbers
@@ -91,20 +95,21 @@ def of_given_sizes(
     given: dict[str, Any],
     gpu: Gpu,
     budgets: tuple[int, int | None],
-    seeds: Iterable[Point],
+    seeds: list[Point],
+    units: Units,
 ) -> list[Point]:
-    """The answer for the user's own sizes, so that free ones are never slower; none where these
-    sizes are not complete, or cannot be."""
+    """``seeds`` and what is found for the user's own sizes, so that free ones are never slower; the
+    seeds alone where these sizes are not complete, or cannot be."""
     own = argparse.Namespace(**{**vars(args), "grid": False})
     try:
         user = Given.of(own, given)
         if user.searches:
-            return []
+            return seeds
         spaces = plan_space.spaces(own, jobs(own, given, gpu), gpu, user)
-        found = Search(spaces, *budgets, args.effort, given=seeds).run()
+        search = Search(spaces, *budgets, args.effort, given=seeds, units=units, front=False)
+        return search.run().points
     except ValueError:
-        return []
-    return [] if found.best is None else [found.best]
+        return seeds
 
 
 def _yours(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu, own: Given) -> Point | str:

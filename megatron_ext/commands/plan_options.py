@@ -9,6 +9,8 @@ from fractions import Fraction
 from typing import Any
 
 from ..plan.calibration import expected_error
+from ..plan.lengths import FLAG as LENGTHS_FLAG
+from ..plan.lengths import LENGTHS
 from ..plan.model import Job
 from ..plan.moe_job import fixed_plan
 from ..plan.overlap import ASSUMPTIONS, is_open
@@ -130,7 +132,8 @@ def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str
     """``post_validation_json`` of the chosen point for people; ``gib`` writes bytes."""
     best, found = data["chosen"], data["chosen"]["post_validation"]
     if found is None:
-        other = SLICES if best["slices"] > 1 else "--pp-vocab-parallel"
+        other = "--pp-vocab-parallel" if best["vocab_parallel"] else f"{LENGTHS_FLAG} {LENGTHS}"
+        other = SLICES if best["slices"] > 1 else other
         return f"  (--pp-post-validation cannot be combined with {other})"
     gain = 1 - found["step_ms"] / best["step_ms"]
     if gain < 0.0005:

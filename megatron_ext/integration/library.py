@@ -172,7 +172,7 @@ class Library(EntryPoint):
         if parallel_state.get_pipeline_model_parallel_world_size() < 2:
             raise ConfigError(
                 f"--pp-schedule {self._run.request.name} needs pipeline_model_parallel_size >= 2, "
-                "got 1: nothing would call it; raise the size, or do not enable a schedule"
+                "but it is 1; raise it, or do not enable a schedule"
             )
 
 

@@ -8,7 +8,8 @@ functions. Tests compare with what autograd holds for Megatron's own layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from .kinds import embedding, last_norm, layer, loss, prediction_layer
@@ -66,6 +67,12 @@ def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
     )
 
 
+@lru_cache(maxsize=1024)
+def _layer(job: Job, kinds: str) -> tuple[Sequence[Part], tuple[int, int, int]]:
+    parts = layer(job, kinds)
+    return parts, sums(job, parts)
+
+
 def stage_set(job: Job, stage: Stage) -> SetBytes:
     """One activation set of a stage."""
     bytes_f_to_b = bytes_b_to_w = recompute = widest = group = host = buffers = carried = 0
@@ -73,12 +80,8 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
     each = job.element_bytes * job.sharded_tokens * job.hidden_size
     if job.distribute_saved_activations:
         each //= job.tensor_model_parallel_size
-    known: dict[str, tuple[list[Part], tuple[int, int, int]]] = {}
     for place, number in enumerate(stage.layers):
-        kinds = job.layers[number]
-        if kinds not in known:
-            known[kinds] = layer(job, kinds), sums(job, layer(job, kinds))
-        parts, (b, w, extra) = known[kinds]
+        parts, (b, w, extra) = _layer(job.of_layers, job.layers[number])
         bytes_b_to_w += w
         widest = max(widest, *(part.widest for part in parts))
         buffers = max(buffers, *(part.buffers for part in parts))

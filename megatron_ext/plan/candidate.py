@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from ..schedule import Costs, Schedule, ScheduleSpec, select, simulate
+from ..schedule import Costs, Schedule, ScheduleSpec, select
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
+from ..schedule.simulate import makespan_of
 from .cases import ROUNDING, Case
 from .memory import states_of
 from .moe_job import fixed_plan
@@ -24,6 +25,7 @@ class Units:
 
     orders: dict[ScheduleSpec, Schedule] = field(default_factory=dict)
     idles: dict[ScheduleSpec, Fraction] = field(default_factory=dict)
+    sets: dict[ScheduleSpec, list[int]] = field(default_factory=dict)
 
     def _key(self, spec: ScheduleSpec) -> ScheduleSpec:
         few = min(spec.microbatches, 2 * spec.pp)
@@ -37,11 +39,18 @@ class Units:
             self.orders[key] = select(key).schedule
         return self.orders[key]
 
+    def peaks(self, spec: ScheduleSpec) -> list[int]:
+        """Most sets of each rank of the order."""
+        key = self._key(spec)
+        if key not in self.sets:
+            self.sets[key] = peak_sets(self(spec).ranks)
+        return self.sets[key]
+
     def idle(self, spec: ScheduleSpec) -> Fraction:
         """Time that is no work on any rank, where F, B and W of a rank take 1 each."""
         key = self._key(spec)
         if key not in self.idles:
-            self.idles[key] = simulate(self(spec), Costs()).makespan - 3 * key.microbatches
+            self.idles[key] = makespan_of(self(spec), Costs()) - 3 * key.microbatches
         return self.idles[key]
 
 
@@ -94,7 +103,7 @@ class Candidate:
         most = max(rank_work(costs, order.placement))
         # Every further microbatch on the rank with most work.
         more = spec.microbatches - order.microbatches
-        time = simulate(order, costs).makespan + more * most
+        time = makespan_of(order, costs) + more * most
         if spec.barriers:
             time += order.microbatches * (most - max(costs.per_rank_work(order.placement)))
         size = max(with_passes(work.ranks(order), work.stages, order, spec.microbatches))
@@ -130,7 +139,7 @@ def candidates_of(case: Case, units: Units) -> Iterator[Candidate]:
         )
         order = units(sized)
         paired = is_open(job) and fixed_plan(job) is None and not sized.barriers
-        for split in space.splits(job, order, peak_sets(order.ranks)):
+        for split in space.splits(job, order, units.peaks(sized)):
             yield _rough(case, sized, space.workload(job, case.microbatches, split), units)
             if paired:
                 both = job.with_(overlap_moe_expert_parallel_comm=True)
@@ -147,7 +156,7 @@ def _rough(case: Case, spec: ScheduleSpec, work: Workload, units: Units) -> Cand
     likely = m * max(busy) + float(units.idle(spec)) * sum(busy) / (3 * len(busy)) + beside
     states = states_of(placement, work.stages)
     sizes = []
-    for row, held, own in zip(placement.stages, peak_sets(order.ranks), states):
+    for row, held, own in zip(placement.stages, units.peaks(spec), states):
         sets = [work.stages[s].sets for s in row]
         each = sum(one.bytes_f_to_b for one in sets) / len(row)
         passing = max(one.recompute_bytes + one.layer + one.logits for one in sets)

@@ -54,9 +54,9 @@ def cases(space: SearchSpace, budget: int) -> list[Case]:
         budget: bytes a rank, by which the likely schedule is chosen.
     """
     out = []
+    placements = {spec.placement.is_vee() for spec in space.specs()}
+    placements |= {True} if "v-cap" in space.schedules else set()
     for job, microbatches in space.jobs():
-        placements = {spec.placement.is_vee() for spec in space.specs()}
-        placements |= {True} if "v-cap" in space.schedules else set()
         forms = _Forms(space, job, microbatches)
         out += [forms.case(vee, budget) for vee in sorted(placements)]
     return out

@@ -18,10 +18,10 @@ def try_slices(search: Search) -> None:
     # A slice's set is small: what is far too large may fit in slices.
     every = [one for _, _, one in search.queue if isinstance(one, Candidate)]
     every += [*search.seen.ready, *search.seen.hopeless]
-    tried: set[tuple[str, int | None]] = set()
+    tried: set[tuple[str, int | None, int]] = set()
     for one in sorted(every, key=lambda one: one.likely_us):
         spec, job = one.spec, one.workload.job
-        kind = spec.name, spec.chunks
+        kind = spec.name, spec.chunks, spec.barriers
         if len(tried) == _SLICED or kind in tried or not worth_it(spec, job):
             continue
         # Slices shorten what ranks wait for, and make no pass of a microbatch faster.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from .attention import attention, latent_attention
 from .mlp import dense, experts
@@ -34,9 +35,14 @@ PARTS: dict[str, Callable[[Job], Part]] = {
 }
 
 
-def layer(job: Job, kinds: str) -> list[Part]:
+def layer(job: Job, kinds: str) -> Sequence[Part]:
     """The parts of one layer."""
-    return [PARTS[kind](job) for kind in kinds]
+    return _layer(job.of_layers, kinds)
+
+
+@lru_cache(maxsize=1024)
+def _layer(job: Job, kinds: str) -> tuple[Part, ...]:
+    return tuple(PARTS[kind](job) for kind in kinds)
 
 
 def prediction_layer(job: Job, kinds: str) -> list[Part]:

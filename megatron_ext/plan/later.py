@@ -179,10 +179,10 @@ def _less(search: Search, limit: float, wide: bool) -> None:
     for *_, offer in sorted(found, key=lambda row: row[:3]):
         spec = offer.spec
         kind = spec.name, spec.chunks, spec.group_size
-        if len(tried) == _LESS or search.work.left <= 0:
+        if len(tried) == _LESS:
             return
         known = kind in tried or search.known(spec, offer.workload)
-        if not known and not _beaten(search, offer):
+        if not known and not _beaten(search, offer) and search.work.affords(spec, 0.0):
             tried.add(kind)
             search.add(spec, offer.workload)
 

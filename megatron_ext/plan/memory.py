@@ -11,7 +11,6 @@ from typing import NamedTuple
 from ..schedule.actions import AnyAction, Op, Operation
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from ..schedule.units import Unit
 from ..schedule.vocabulary import E, G, S, T
 from .activations import SetBytes, stage_set, with_shard
 from .layout import Split
@@ -135,43 +134,79 @@ def rank_bytes(schedule: Schedule, stages: Sequence[StageBytes], messages: int) 
     ]
 
 
+class _Effect(NamedTuple):
+    """What one kind of pass or copy changes of its rank's bytes.
+
+    Attributes:
+        more: that it adds as it starts; ``less``: and frees as it ends.
+        passing: that are there beside these while it runs.
+        host, back: the same of the host as ``more`` and ``less``.
+    """
+
+    more: int = 0
+    less: int = 0
+    passing: int = 0
+    host: int = 0
+    back: int = 0
+
+
 class _Parts:
     """What each unit's set has of a stage's."""
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageBytes]) -> None:
         self.whole = [stage.sets for stage in stages]
-        self._slices = schedule.slices
-        self._shares: Sequence[Fraction] = ()
+        # Units of one kind have the same bytes: their share, and the carried tensors at the ends.
+        self.kinds: Sequence[tuple[Fraction, bool, bool]] = ()
         if schedule.has_units:
             costs, whole = schedule.unit_costs()
-            self._shares = [Fraction(cost.size, whole) for cost in costs]
-        self._known: dict[tuple[int, Fraction], SetBytes] = {}
+            ends = [(False, False)] * len(costs)
+            if schedule.slices:
+                ends = [(i == 0, i == n - 1) for n in schedule.slices for i in range(n)]
+            self.kinds = [(Fraction(one.size, whole), *end) for one, end in zip(costs, ends)]
 
-    def of(self, stage: int, unit: int) -> SetBytes:
-        """The set of a unit, and what its passes need."""
+    def of(self, stage: int, unit: int) -> tuple[SetBytes, int, int, int]:
+        """The set of a unit with what its passes need, and of what slices share: keys and values
+        that its F adds, gradients that its B adds, and both that its B frees. They are there from
+        the first F, or B, to the last B."""
         one = self.whole[stage]
-        if not self._shares:
-            return one
-        key = stage, self._shares[unit]
-        if key not in self._known:
-            share = self._shares[unit]
-            fields = {name: -int(-size * share // 1) for name, size in one._asdict().items()}
-            fields["buffers"] = one.buffers
-            self._known[key] = one._replace(**fields)
-        return self._known[key]
-
-    def carried(self, op: Operation, stage: int, unit: int) -> tuple[int, int]:
-        """What a pass adds, at its start, to what slices share, and what it leaves less at its
-        end: keys and values from the first F to the last B, gradients from the first B on."""
-        if not isinstance(unit, Unit) or not self._slices:
-            return 0, 0
-        one, last = self.whole[stage], self._slices[unit.microbatch] - 1
+        if not self.kinds:
+            return one, 0, 0, 0
+        share, first, last = self.kinds[unit]
+        fields = {name: -int(-size * share // 1) for name, size in one._asdict().items()}
+        fields["buffers"] = one.buffers
         keys, gradients = one.carried, one.carried_back
-        if op is Op.F:
-            return (0 if unit.slice else keys), 0
-        if op is not Op.B and op is not Op.BW:
-            return 0, 0
-        return gradients * (unit.slice == last), (0 if unit.slice else keys + gradients)
+        return SetBytes(**fields), first * keys, last * gradients, first * (keys + gradients)
+
+
+def _effect(
+    op: Operation, of: tuple[SetBytes, int, int, int], waiting: int, embeds: bool
+) -> _Effect:
+    """Of a unit's pass, or copy.
+
+    Args:
+        of: ``_Parts.of``.
+        waiting: embeddings of all the rank's stages, which E and G keep and free.
+        embeds: the rank has such passes.
+    """
+    one, keys, gradients, carried = of
+    kept, own = one.bytes_f_to_b, one.waiting * embeds
+    if op is Op.F:
+        return _Effect(kept - own + keys, 0, one.logits + own, one.host)
+    if op is Op.B or op is Op.BW:
+        # On the way from one to the other it is never more than the larger of them.
+        later = one.bytes_b_to_w if op is Op.B else 0
+        passing = max(later - kept, 0) + one.recompute_bytes + one.layer + one.logits + one.gathered
+        return _Effect(gradients, carried + kept - later - own, passing, back=one.host)
+    return {
+        Op.W: _Effect(less=one.bytes_b_to_w, passing=one.gathered),
+        S: _Effect(one.shard, passing=one.scores),
+        T: _Effect(less=one.shard, passing=one.scores),
+        E: _Effect(waiting),
+        G: _Effect(less=waiting),
+        Op.PREPARE: _Effect(kept),
+        Op.RELEASE: _Effect(less=kept),
+        Op.OFFLOAD: _Effect(host=kept),
+    }.get(op, _Effect())
 
 
 def _rank(
@@ -181,58 +216,33 @@ def _rank(
     states: StateBytes,
     messages: int,
 ) -> RankBytes:
+    actions = [(position, part) for position, action in enumerate(row) for part in action.parts]
+    sets = [parts.whole[s] for s in {part.stage for _, part in actions}]
+    messages += max((one.buffers for one in sets), default=0)
+    waiting = sum(one.waiting for one in sets)
+    embeds = any(part.op is E for _, part in actions)
+    known: dict[tuple[object, ...], _Effect] = {}
+    on_host: set[tuple[int, int]] = set()
+    kinds = parts.kinds
     resident = host = most_host = 0
     best: tuple[int, int, int, int] = (-1, 0, 0, 0)
-    on_host: set[tuple[int, int]] = set()
-    passes = [(position, part) for position, action in enumerate(row) for part in action.parts]
-    table = {s: parts.whole[s] for s in {part.stage for _, part in passes}}
-    messages += max((sets.buffers for sets in table.values()), default=0)
-    waiting = sum(sets.waiting for sets in table.values())
-    embeds = any(part.op is E for _, part in passes)
-    for position, (op, stage, microbatch) in passes:
-        one, (more, less) = parts.of(stage, microbatch), parts.carried(op, stage, microbatch)
+    for position, (op, stage, unit) in actions:
+        kind = (op, stage, kinds[unit]) if kinds else (op, stage)
+        effect = known.get(kind)
+        if effect is None:
+            effect = known[kind] = _effect(op, parts.of(stage, unit), waiting, embeds)
+        more, less, passing, sent, back = effect
         resident += more
-        passing = messages
-        if op is Op.F:
-            resident += one.bytes_f_to_b
-            resident -= one.waiting * embeds
-            passing += one.logits + one.waiting * embeds
-            host += one.host
-            most_host = max(most_host, host)
-        elif op is Op.B or op is Op.BW:
-            # On the way from one to the other it is never more than the larger of them.
-            grows = max(one.bytes_b_to_w - one.bytes_f_to_b, 0) if op is Op.B else 0
-            passing += grows + one.recompute_bytes + one.layer + one.logits + one.gathered
-        elif op is Op.W:
-            passing += one.gathered
-        elif op is S or op is T:
-            resident += one.shard if op is S else 0
-            passing += one.scores
-        elif op is E:
-            resident += waiting
-        elif op is Op.PREPARE:
-            resident += one.bytes_f_to_b
-        elif op is Op.OFFLOAD:
-            on_host.add((stage, microbatch))
-            host += one.bytes_f_to_b
-            most_host = max(most_host, host)
         if resident + passing > best[0]:
             best = resident + passing, resident, passing, position
         resident -= less
-        if op is Op.B or op is Op.BW:
-            resident += (one.bytes_b_to_w if op is Op.B else 0) - one.bytes_f_to_b
-            resident += one.waiting * embeds
-            host -= one.host
-            if (stage, microbatch) in on_host:
-                host -= one.bytes_f_to_b
-        elif op is Op.W:
-            resident -= one.bytes_b_to_w
-        elif op is T:
-            resident -= one.shard
-        elif op is G:
-            resident -= waiting
-        elif op is Op.RELEASE:
-            resident -= one.bytes_f_to_b
+        host += sent
+        most_host = max(most_host, host) if sent else most_host
+        host -= back
+        if op is Op.OFFLOAD:
+            on_host.add((stage, unit))
+        elif (op is Op.B or op is Op.BW) and (stage, unit) in on_host:
+            host -= parts.of(stage, unit)[0].bytes_f_to_b
     _, kept, passing, position = best
     at = str(row[position]) if row else ""
-    return RankBytes(rank, states, kept, passing, most_host, at)
+    return RankBytes(rank, states, kept, passing + messages, most_host, at)

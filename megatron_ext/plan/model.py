@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from .._input import flag_of
@@ -261,6 +262,16 @@ class Job:
                 "data-parallel ranks"
             )
         return self.global_batch_size // share
+
+    @cached_property
+    def of_layers(self) -> Job:
+        """Equal for all jobs with the same layers on a rank, whatever their pipeline and batch."""
+        return self.with_(
+            pipeline_model_parallel_size=1,
+            data_parallel_size=1,
+            global_batch_size=None,
+            vocab_parallel=False,
+        )
 
     def with_(self, **changes: Any) -> Job:
         """The same job with other values."""

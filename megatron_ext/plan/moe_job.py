@@ -65,6 +65,8 @@ def keeps_from_offload(job: Job) -> bool:
 
 def with_plan(job: Job, plan: LayerPlan) -> Job:
     """The job with all its MoE layers run by ``plan``."""
+    if plan.stock and (job.moe_pipeline_chunks, job.moe_memory_reuse) == ("off", None):
+        return job.with_(moe_memory_budget=None) if job.moe_memory_budget else job
     if plan.stock:
         return job.with_(moe_pipeline_chunks="off", moe_memory_reuse=None, moe_memory_budget=None)
     return job.with_(

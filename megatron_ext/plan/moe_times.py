@@ -47,6 +47,7 @@ ASSUMPTIONS = (
 
 # (F, B, W) seconds of a part; ``times.price_of`` makes one.
 Price = Callable[[Part], Sequence[float]]
+Runs = Callable[[LayerPlan], LayerRun]  # ``job_run`` of a job
 
 # Small kernels a chunk: Local's steps, in forward, in backward, and there for rows that are sent
 # again; all chunks are split at once. Of Megatron's own layer those that the planner counts.
@@ -149,12 +150,12 @@ def job_run(job: Job, gpu: Gpu, price: Price, plan: LayerPlan) -> LayerRun:
     return run_layer(plan, job_costs(job, gpu, price), split=True)
 
 
-def chunk_gain(job: Job, gpu: Gpu, price: Price, kinds: str) -> tuple[float, float, float]:
+def chunk_gain(job: Job, runs: Runs, price: Price, kinds: str) -> tuple[float, float, float]:
     """Seconds of F, B and W of a layer with these parts that the job's plan adds to Megatron's."""
     plan = fixed_plan(job)
     if plan is None or "E" not in kinds:
         return (0.0, 0.0, 0.0)
-    ours, stock = (job_run(job, gpu, price, one) for one in (plan, STOCK))
+    ours, stock = runs(plan), runs(STOCK)
     f, b = (
         getattr(ours, name).makespan - getattr(stock, name).makespan
         for name in ("forward", "backward")
@@ -168,7 +169,7 @@ def chunk_gain(job: Job, gpu: Gpu, price: Price, kinds: str) -> tuple[float, flo
     return (count * f, count * b, count * (ours.weights - stock.weights))
 
 
-def variants(job: Job, gpu: Gpu, price: Price) -> list[Job]:
+def variants(job: Job, runs_of: Runs) -> list[Job]:
     """The job with each plan of its MoE layers that is worth a search; Megatron's own first.
 
     Of plans that keep everything the fastest, if it is faster than Megatron's layer; the fastest
@@ -184,7 +185,7 @@ def variants(job: Job, gpu: Gpu, price: Price) -> list[Job]:
     if obstacle(job, "none") is not None or fixed_plan(job) is not None:
         return [job]
     plans, in_flight = allowed_plans(job), calls(job)
-    runs = {plan: job_run(job, gpu, price, plan) for plan in plans}
+    runs = {plan: runs_of(plan) for plan in plans}
     sizes = {plan: job_footprint(job, plan, in_flight).peak_bytes for plan in plans}
     keeping = [plan for plan in plans if plan.strategy is Strategy.NONE]
     activating = [plan for plan in plans if plan.strategy is Strategy.S0]

@@ -66,7 +66,9 @@ class Search:
         progress: called with a line now and then.
         given: points that are there before, and may be the answer.
         slower: as ``Result``.
+        units: shared with other searches.
         alone: no pipeline may be the answer, where a space has one rank.
+        front: look for points with less memory than the best too.
     """
 
     def __init__(
@@ -78,11 +80,13 @@ class Search:
         progress: Callable[[str], None] = lambda line: None,
         given: Iterable[Point] = (),
         slower: Fraction | None = None,
+        units: Units | None = None,
         *,
         alone: bool = True,
+        front: bool = True,
     ) -> None:
-        self.spaces, self.progress, self.alone = spaces, progress, alone
-        self.units = Units()
+        self.spaces, self.progress, self.alone, self.front = spaces, progress, alone, front
+        self.units = Units() if units is None else units
         self.work = Work(MOST * effort)
         self.result = Result(budget, host_budget, list(given), slower)
         self.queue: list[tuple[float, int, Case | Candidate]] = []
@@ -108,9 +112,10 @@ class Search:
                 break  # else the orders in full are too large, or slower
         later.costly(self)
         self._polish()
-        later.small(self)
-        self._polish()
-        later.whole_vocabulary(self)
+        if self.front:
+            later.small(self)
+            self._polish()
+            later.whole_vocabulary(self)
         alone += [result.alone] if self.alone and result.alone is not None else []
         for point in alone:
             if not any(p.key() == point.key() for p in result.points):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 from .._conflict import Conflict, first_conflict
@@ -86,12 +87,15 @@ def refusal(args: Any, job: Job) -> str | None:
     """Why training cuts no sequences of this job; None: it does.
 
     Args:
-        args: Megatron's arguments, as attributes.
-        job: with its parallel sizes.
+        args: Megatron's arguments, as attributes; those that a search decides are the job's.
     """
-    if job.context_parallel_size > 1:
-        return f"{FLAG} cuts sequences, as --context-parallel-size does"
-    found = first_conflict(CONFLICTS, args)
+    decided = {
+        "context_parallel_size": job.context_parallel_size,
+        "mtp_num_layers": len(job.mtp_layers),
+        "overlap_moe_expert_parallel_comm": job.overlap_moe_expert_parallel_comm,
+        "pp_vocab_parallel": job.vocab_parallel,
+    }
+    found = first_conflict(CONFLICTS, SimpleNamespace(**{**vars(args), **decided}))
     return None if found is None else f"{FLAG} does not support {found[1]}"
 
 
@@ -114,7 +118,7 @@ def overhead(tokens: int) -> Fraction:
 
 def worth_it(spec: ScheduleSpec, job: Job) -> bool:
     """True where slices may gain much: few microbatches, or long sequences."""
-    if spec.offload or spec.barriers or spec.overlap or spec.cap is not None:
+    if spec.offload or spec.cap is not None or refusal(SimpleNamespace(), job):
         return False
     if spec.name in IN_PAIRS or GENERATORS[spec.name].takes_memory_cap:
         return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from ..schedule.costs import Costs, merged
@@ -21,7 +21,7 @@ from .layout import Split
 from .memory import message_bytes
 from .model import Job
 from .moe_job import without_chunks
-from .moe_times import Price, chunk_gain, exchange_rate, variants
+from .moe_times import Price, Runs, chunk_gain, exchange_rate, job_run, variants
 from .parts import Linear, Part, Work
 
 KERNEL_S = 4e-6  # between one kernel's end and the next one's work
@@ -126,7 +126,8 @@ class _Model:
 
     def parts(self, parts: Iterable[Part], kinds: str = "") -> PassTimes:
         """Several, one after the other; ``kinds``: what MoE layers in chunks gain among these."""
-        total = PassTimes(*chunk_gain(self.job, self.gpu, self.part, kinds))
+        runs = _runs(self.job, self.gpu)
+        total = PassTimes(*chunk_gain(self.job, runs, self.part, kinds))
         for part in parts:
             total = total.plus(self.part(part))
         return total
@@ -139,7 +140,17 @@ def price_of(job: Job, gpu: Gpu) -> Price:
 
 def moe_variants(job: Job, gpu: Gpu) -> list[Job]:
     """The job with each plan of its MoE layers that is worth a search."""
-    return variants(job, gpu, price_of(job, gpu))
+    return variants(job, _runs(job, gpu))
+
+
+def _runs(job: Job, gpu: Gpu) -> Runs:
+    """Of each plan of the job's MoE layers one call."""
+    return _all_runs(without_chunks(job.of_layers), gpu)
+
+
+@lru_cache(maxsize=256)
+def _all_runs(job: Job, gpu: Gpu) -> Runs:
+    return cache(partial(job_run, job, gpu, price_of(job, gpu)))
 
 
 @lru_cache(maxsize=256)
@@ -156,15 +167,14 @@ def _layers(job: Job, gpu: Gpu) -> dict[str, PassTimes]:
 
 def forget() -> None:
     """Drop what was computed once, after a rate has changed."""
+    _all_runs.cache_clear()
     _model.cache_clear()
     _layers.cache_clear()
 
 
 def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
     """F, B and W of every stage for one microbatch, in seconds."""
-    model = _model(job, gpu)
-    stock = without_chunks(job)
-    each = _layers(job, gpu)
+    model, each = _model(job, gpu), _layers(job.of_layers, gpu)
     full, out = job.recompute_granularity == "full", []
     for stage in split.stages:
         total = PassTimes()
@@ -179,7 +189,7 @@ def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
             for kinds in job.mtp_layers:
                 if not job.vocab_parallel:
                     total = total.plus(model.part(embedding(job)))
-                time = model.parts(prediction_layer(stock, kinds), kinds)
+                time = model.parts(prediction_layer(without_chunks(job), kinds), kinds)
                 total = total.plus(time).plus((0.0, time.forward if full else 0.0, 0.0))
         if stage.last:
             losses = [] if job.vocab_parallel else [loss(job)] * job.heads

@@ -90,6 +90,8 @@ def with_passes(
         microbatches: of one iteration; no more can be kept.
     """
     out = []
+    if not any(stage.sets.shard or stage.sets.waiting for stage in stages):
+        return [rank.total for rank in ranks]
     rows, most = order.placement.stages, peak_sets(order.ranks)
     begun = min(microbatches, -(-most[order.placement.rank_of(0)] // len(rows[0])) + AHEAD + 1)
     for rank, row, held in zip(ranks, rows, most):

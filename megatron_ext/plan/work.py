@@ -6,13 +6,14 @@ from ..schedule import GENERATORS, ScheduleSpec
 
 MOST = 10_000_000  # of a search, about 10 s of one core
 
-_CASE, _ROUGH, _LIKELY = 800, 3_000, 4_000
-_LIKELY_PASS = 4
+_CASE, _ROUGH, _LIKELY = 400, 1_500, 1_500
+_LIKELY_PASS = 2
 # Of a pass of an order that is fixed, or made for its costs without a search; the latter with
 # passes of a vocabulary, for which several orders are made.
-_FIXED, _LISTED, _SHARDED = 8, 30, 50
-_SEARCHED = 100  # of a pass of an order that is searched for
-_VEE = 2_500_000  # of a V order's search, whatever its size
+_FIXED, _LISTED, _SHARDED = 4, 20, 36
+# Of a pass of an order that is searched for, beside these; and with passes of a vocabulary.
+_SEARCHED, _SEARCHED_SHARDED = 35, 110
+_VEE = 1_500_000  # of a V order's search, whatever its size
 _CAPS = 6  # orders are made for one at a cap
 _CAP, _PAIRS = 14_000_000, 100
 _PAIRED = 2_000_000  # of a search for pairs beside these
@@ -68,7 +69,7 @@ class Work:
         if spec.barriers:
             each = _SHARDED
         if spec.effort and not made.fixed:
-            each += _SEARCHED
+            each += _SEARCHED_SHARDED if spec.barriers else _SEARCHED
             alone = made.placement == "vee" and not spec.barriers and not spec.overlap
             more = _VEE * spec.effort if alone else 0.0
         if spec.overlap:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
@@ -103,7 +103,7 @@ def named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
     if not found:
         assert failed is not None
         raise failed
-    return min(found, key=lambda one: one.time)
+    return _fastest(found)
 
 
 # One of each placement, with the most memory: orders made for offload are the same for the others.
@@ -176,15 +176,20 @@ def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
     for index in tried if spec.effort else reversed(tried):
         found = attempt(index, spec.microbatches)
         if isinstance(found, Selected):
-            return min([found, *plain], key=lambda one: one.time) if plain else found
+            return _fastest([found, *plain])
         failed = found
         if spec.offload is not None and spec.effort and spec.order is None:
             # Fewer sets may leave the device in a searched order than in one that repeats a block.
             quick = attempt(index, spec.microbatches, 0)
             plain += [quick] if isinstance(quick, Selected) else []
     if plain:
-        return min(plain, key=lambda one: one.time)
+        return _fastest(plain)
     raise failed
+
+
+def _fastest(found: Sequence[Selected]) -> Selected:
+    """The first of the fastest; a single one is not simulated."""
+    return found[0] if len(found) == 1 else min(found, key=lambda one: one.time)
 
 
 _AHEAD = 3  # options

@@ -331,6 +331,17 @@ class Replay:
         return _last(_times(self, self.run(rows)[0])[1])
 
 
+def makespan_of(schedule: Schedule, costs: Costs | None = None) -> Fraction:
+    """Only the makespan of ``simulate``, in units of the costs.
+
+    Raises:
+        ScheduleError, ValueError: as ``simulate``.
+    """
+    durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
+    replay = Replay(schedule, durations, costs=costs)
+    return Fraction(replay.makespan(), replay.durations.scale)
+
+
 def run_times(schedule: Schedule, durations: Durations) -> tuple[_Times, _Times]:
     """Start and end of every compute action of a schedule without offload, rank by rank.
 

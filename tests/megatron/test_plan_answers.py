@@ -17,7 +17,7 @@ import pytest
 from megatron_ext import cli
 from tests.support import ROOT
 from tests.support.waiting import PATIENCE
-from tests.unit.cli.test_plan_cases import CASES, SMALL
+from tests.unit.cli.test_plan_cases import CASES, LENGTHS, PLAIN, SLICED, SMALL
 
 # One process for all lines of a test: importing Megatron takes longest.
 VALIDATE = """
@@ -58,11 +58,11 @@ def validated(lines: list[tuple[str, list[str]]]) -> list[Any]:
     return [json.loads(row) for row in rows]
 
 
-def answered(gpu: str, line: str) -> tuple[str, list[str]]:
+def answered(gpu: str, line: str, *more: str) -> tuple[str, list[str]]:
     """The user's line after the difference that ``plan`` prints, without its number of devices."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert cli.main(["plan", "--gpu", gpu, "--from-args", line, "--json"]) == 0
+        assert cli.main(["plan", "--gpu", gpu, "--from-args", line, "--json", *more]) == 0
     words = shlex.split(line)
     for each in json.loads(out.getvalue())["difference"]:
         sign, *change = shlex.split(each)
@@ -78,12 +78,22 @@ def answered(gpu: str, line: str) -> tuple[str, list[str]]:
     return world, [*words, *RUN.split()]
 
 
-def test_an_answer_is_valid() -> None:
+def test_answers_are_valid() -> None:
+    """Slices of sequences with a sharded vocabulary, and plans for lengths, among them."""
     world, words = answered(*SMALL["small-virtual"])
     wrong = [*words, "--micro-batch-size", "3"]
-    (pp, why), (none, refusal) = validated([(world, words), (world, wrong)])
-    assert (pp, why) == (2, "")
-    assert none == 0 and "must be divisible" in refusal, "it can fail"
+    line = f"{SLICED} --transformer-impl local"  # its attention is here to be hooked
+    sliced = answered("H100", line, "--memory-cap", "1000GiB", *PLAIN)
+    assert {"--pp-slices", "--pp-vocab-parallel"} < {*sliced[1]}
+    gpu, line = SMALL["small"]
+    lengths = answered(gpu, f"{line} {LENGTHS} --pp-offload half")
+    assert not {"--pp-offload", "--pp-vocab-parallel"} & {*lengths[1]}
+    refused = [*lengths[1], "--pp-offload", "half"]
+    lines = [(world, words), (world, wrong), sliced, lengths, (lengths[0], refused)]
+    (pp, why), (none, divide), *more, (no, offload) = validated(lines)
+    assert (pp, why) == (2, "") and more == [[4, ""], [4, ""]]
+    assert none == 0 and "must be divisible" in divide, "it can fail"
+    assert no == 0 and "--pp-offload" in offload, "and so can plans for lengths"
 
 
 @pytest.mark.matrix

@@ -82,7 +82,7 @@ SMALL = {
         LLAMA + model(12, 2048, 16, 5504) + run_of(8, 32, 2048, 2, 2, VIRTUAL + "3"),
     ),
 }
-SECONDS = 25  # of processor time, of one answer; 20 where nobody else computes
+SECONDS = 20  # of processor time, of one answer
 
 
 def _answer(run, gpu, line, *more):
@@ -176,6 +176,42 @@ def test_slices_where_microbatches_are_few(run, tmp_path):
     assert any("W of every slice" in text for text in data["assumptions"])
     three, _ = _answer(run, "H100", SLICED, *more, "--slices", "3")
     assert three["chosen"]["slices"] == 3
+
+
+LENGTHS = "--pp-microbatch-costs lengths"
+
+
+def test_slices_of_a_sharded_vocabulary(run, tmp_path):
+    """Training takes both, but for multi-token prediction."""
+    data, _ = _answer(run, "H100", SLICED, *PLAIN, "--memory-cap", "1000GiB")
+    best = data["chosen"]
+    assert best["vocab_parallel"] and best["slices"] > 1 and "--pp-vocab-parallel" in best["flags"]
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps(best["stage_cost"]))
+    words = [str(path) if word == "STAGE_COST_FILE" else word for word in best["simulate"]]
+    said = json.loads(run("simulate", "--json", *words)[1])
+    assert said["makespan"] / 1000 == pytest.approx(best["step_ms"], rel=1e-9)
+    more = SLICED + "--mtp-num-layers 1 "
+    data, _ = _answer(run, "H100", more, *PLAIN, "--memory-cap", "1000GiB")
+    assert not any(row["slices"] > 1 and row["vocab_parallel"] for row in data["front"])
+
+
+def test_answers_beside_plans_for_lengths(run):
+    """Nothing that training refuses beside them."""
+    gpu, line = SMALL["small"]
+    line += f"{LENGTHS} "
+    data, _ = _answer(run, gpu, line + "--pp-offload half", "--memory-cap", "6GiB")
+    assert "- --pp-offload half" in data["difference"]
+    for row in data["front"]:
+        assert row["offload"] is None and not row["vocab_parallel"]
+        assert row["schedule"] != "dualpipev"
+    assert data["chosen"]["post_validation"] is None
+    said = run("plan", "--gpu", gpu, "--from-args", line)[1]
+    assert f"--pp-post-validation cannot be combined with {LENGTHS}" in said
+    vocabulary = line + "--pp-vocab-parallel"
+    for words in ([vocabulary], [line, "--offload", "half"], [line, "--schedules", "dualpipev"]):
+        status, out, err = run("plan", "--gpu", gpu, "--from-args", *words)
+        assert (status, out) == (2, "") and f"{LENGTHS} does not support" in err
 
 
 def test_slices_are_for_models_that_training_cuts(run):

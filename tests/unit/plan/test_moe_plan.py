@@ -21,11 +21,10 @@ from megatron_ext.plan.moe_times import (
     calls,
     exchange_rate,
     job_run,
-    variants,
 )
 from megatron_ext.plan.search import Search
 from megatron_ext.plan.space import SearchSpace
-from megatron_ext.plan.times import price_of, stage_times
+from megatron_ext.plan.times import moe_variants, price_of, stage_times
 from megatron_ext.schedule.generators import generate
 
 SPREAD = (  # experts over 4 nodes: the network binds
@@ -178,7 +177,7 @@ def test_a_flex_dispatcher_sends_a_token_once_to_each_node():
     nodes = 4 * (1 - math.comb(96, 8) / math.comb(128, 8))
     assert nodes == pytest.approx(3.63, abs=0.005)
     assert exchange_rate(flex, gpu) == pytest.approx(gpu.network * 31 / 24 * 8 / nodes)
-    assert variants(flex, gpu, price_of(flex, gpu)) == [flex]
+    assert moe_variants(flex, gpu) == [flex]
 
 
 # --- what a search proposes ---
@@ -186,7 +185,7 @@ def test_a_flex_dispatcher_sends_a_token_once_to_each_node():
 
 def plans_of(*more, gpu="H100", line=SPREAD):
     this, device = job(*more, line=line), gpu_of(gpu)
-    return [fixed_plan(one) for one in variants(this, device, price_of(this, device))]
+    return [fixed_plan(one) for one in moe_variants(this, device)]
 
 
 def test_variants():

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...._conflict import Conflict
+from ....plan.lengths import CONFLICTS, FLAG, LENGTHS, wanted
 from ....schedule.select import IN_PAIRS
-from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
-from .read import FLAG
-
-LENGTHS = "lengths"
-_EQUAL = "its plan is one for equal microbatches; drop one of them"
-_OFFLOAD = "which sets leave is decided for all steps; drop one of them"
-_COUNTED = "it counts microbatches as they come; drop it, or --pp-reorder-microbatches"
-_CAPTURED = "a captured pass has one place in one order; drop it"
 
 
 class Lengths(Feature):
@@ -39,24 +31,7 @@ class Lengths(Feature):
             needs=Needs({FLAG: (LENGTHS,)}, f"{FLAG} {LENGTHS}"),
         ),
     )
-    conflicts = (
-        Conflict("--pp-offload", _OFFLOAD),
-        Conflict("--pp-offload-chunks", _OFFLOAD),
-        Conflict("--pp-vocab-parallel", _EQUAL),
-        Conflict("--pp-slice-weights", "every slice of a step's own order has its W; drop one of "
-                 "them", values=("joined",)),
-        Conflict("--pp-post-validation", "it begins a step before its data is known; drop one of "
-                 "them"),
-        Conflict("--pp-profile-steps", "it measures equal microbatches; measure in a run of its "
-                 "own, and give --pp-profile"),
-        Conflict("--overlap-moe-expert-parallel-comm", "pairs take equal microbatches; drop one of "
-                 "them"),
-        Conflict("--cuda-graph-impl", _CAPTURED),
-        Conflict("--enable-cuda-graph", _CAPTURED),
-        Conflict("--external-cuda-graph", _CAPTURED),
-        Conflict("--logits-save-dir", _COUNTED, beside="--pp-reorder-microbatches"),
-        Conflict("--logits-load-dir", _COUNTED, beside="--pp-reorder-microbatches"),
-    )  # fmt: skip
+    conflicts = CONFLICTS
     per_model = True
 
     def check_flags(self, run: Run) -> None:
@@ -79,8 +54,3 @@ class Lengths(Feature):
         from .run import StepLengths
 
         return (StepLengths(run),)
-
-
-def wanted(args: MegatronArgs) -> bool:
-    """True if steps are planned for their lengths."""
-    return args.pp_microbatch_costs == LENGTHS

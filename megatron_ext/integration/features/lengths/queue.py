@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ....plan.lengths import FLAG
 from ...errors import ConfigError
-from .read import FLAG
 
 
 class Ahead:

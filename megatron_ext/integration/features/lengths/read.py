@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....plan.lengths import FLAG
 from ...errors import ConfigError
 
-FLAG = "--pp-microbatch-costs"
 # Names of a microbatch's tokens, and of where its packed sequences begin.
 TOKENS = ("tokens", "input_ids", "text")
 BOUNDS = ("cu_seqlens", "cu_seqlens_q")

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ....plan.lengths import FLAG
 from ....plan.loads import Load, rising, shares_of_loads
 from ....runtime.watchdog import Watchdog
 from ...callbacks import Callback, Loads, Step
@@ -13,7 +14,7 @@ from ...errors import ConfigError
 from ...feature import Run
 from ...utils import gather_over
 from .queue import Queues
-from .read import FLAG, Sequences, asked, sequences_of
+from .read import Sequences, asked, sequences_of
 
 
 class StepLengths(Callback):
