@@ -205,17 +205,18 @@ def measure(name: str, k: str, rank: int, args: argparse.Namespace) -> list[Row]
     return rows
 
 
-def page(args: argparse.Namespace, data: Row) -> str:
-    """The results in Markdown, and the newest ones of ``--per-tensor``."""
+def body(data: Row) -> list[Any]:
+    """The page but for the host's part."""
+    columns: pages.Columns = {
+        "k": "{k}",
+        "offload": "{mode}",
+        "sets leave": "{moved:.0%}",
+        "sets (planned)": "{sets} ({planned_sets})",
+        "slower": "{slower:+.1%}",
+        "planned": "{planned_slower:+.1%}",
+        "late": "{late:.0%}",
+    }
     parts: list[Any] = [
-        pages.head(
-            "Offloading on an emulated link",
-            data,
-            "offload",
-            f"{data['pp']} gloo ranks, {data['microbatches']} microbatches, passes of "
-            f"{data['pass_ms']:g} ms, policy `{data['policy']}`, median of {data['repeats']} "
-            "alternating rounds",
-        ),
         "k = 2T is the time of a set's copies to the host and back over F+B+W of its chunk. "
         "*Slower* is against no offload in the same round, beside the plan's simulation; *sets* is "
         "the peak on any rank, counted in the run and in the plan; *late* is the share of copies "
@@ -224,49 +225,52 @@ def page(args: argparse.Namespace, data: Row) -> str:
     for name in dict.fromkeys(row["schedule"] for row in data["rows"]):
         chunks = CHUNKS.get(name)
         parts.append(f"## `{name}`{f', v = {chunks}' if chunks else ''}")
-        parts.append(
-            pages.table(
-                {
-                    "k": lambda row: row["k"],
-                    "offload": lambda row: row["mode"],
-                    "sets leave": lambda row: f"{row['moved']:.0%}",
-                    "sets (planned)": lambda row: f"{row['sets']} ({row['planned_sets']})",
-                    "slower": lambda row: f"{row['slower']:+.1%}",
-                    "planned": lambda row: f"{row['planned_slower']:+.1%}",
-                    "late": lambda row: f"{row['late']:.0%}",
-                },
-                [row for row in data["rows"] if row["schedule"] == name],
-            )
-        )
-    host = pages.newest(args, "offload-host")
-    return pages.text_of(*parts, *([] if host is None else offload_host.section(host)))
+        parts.append(pages.table(columns, [r for r in data["rows"] if r["schedule"] == name]))
+    return parts
+
+
+def what(data: Row) -> str:
+    """What was run."""
+    return (
+        f"{data['pp']} gloo ranks, {data['microbatches']} microbatches, passes of "
+        f"{data['pass_ms']:g} ms, policy `{data['policy']}`, median of {data['repeats']} "
+        "alternating rounds"
+    )
+
+
+BENCHMARK = pages.Benchmark(
+    "offload",
+    __doc__,
+    "Offloading on an emulated link",
+    what,
+    lambda data: [*body(data), *offload_host.section(pages.newest(data["folder"], "offload-host"))],
+    lambda args: ranks(args.pp, functools.partial(run_rank, args)),
+    {
+        "schedules": "v-half,interleaved,po,zb-h1",
+        "ks": (",".join(KS), "k = 2T, comma-separated"),
+        "pp": 4,
+        "microbatches": 16,
+        "policy": ("single", "or dual"),
+        "pass_ms": (10.0, "of one chunk's F"),
+        "repeats": 5,
+        "per_tensor": (False, "host time of a saved tensor (offload_host.py)"),
+    },
+    ("torch",),
+    extend=lambda parser: parser.add_argument(
+        "--against", type=Path, help="with --per-tensor: another checkout, in turn"
+    ),
+)
 
 
 def main() -> int:
-    """Run it; returns the exit status."""
-    parser = pages.parser_of(
-        __doc__,
-        schedules="v-half,interleaved,po,zb-h1",
-        ks=(",".join(KS), "k = 2T, comma-separated"),
-        pp=4,
-        microbatches=16,
-        policy=("single", "or dual"),
-        pass_ms=(10.0, "of one chunk's F"),
-        repeats=5,
-        per_tensor=(False, "host time of a saved tensor (offload_host.py)"),
-    )
-    parser.add_argument("--against", type=Path, help="with --per-tensor: another checkout, in turn")
-    args = parser.parse_args()
-    if args.per_tensor:
-        pages.save(args, "offload-host", offload_host.measure(args))
-        known = pages.newest(args, "offload")
-        if known is not None:
-            (args.output / "offload.md").write_text(page(args, known))
-        return 0
-    task = functools.partial(run_rank, args)
-    pages.run(
-        args, "offload", lambda: ranks(args.pp, task), functools.partial(page, args), ("torch",)
-    )
+    """Run it, or the host's part alone; returns the exit status."""
+    args = BENCHMARK.parser().parse_args()
+    if not args.per_tensor:
+        return BENCHMARK.run(args)
+    pages.save(args, "offload-host", offload_host.measure(args))
+    known = pages.newest(args.output, "offload")
+    if known is not None:
+        BENCHMARK.write(args.output, known)
     return 0
 
 
