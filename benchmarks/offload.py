@@ -17,7 +17,6 @@ import argparse
 import functools
 import statistics
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 
 from benchmarks import offload_host
 from benchmarks import page as pages
-from benchmarks.emulated import execute, gather, ranks, report_progress, timed
+from benchmarks.emulated import SleepingStages, execute, gather, ranks, report_progress, timed
 from benchmarks.page import Row, alternating, ratio
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice, Direction
@@ -61,17 +60,16 @@ class Hold(torch.autograd.Function):
         return grad, None, None
 
 
-class EmulatedRunner:
-    """A model whose passes take time and whose sets take memory, for the executor."""
+class OffloadedStages(SleepingStages):
+    """Stages whose sets take memory that ``store`` moves."""
 
-    def __init__(self, plan: Schedule, rank: int, store: ActivationStore, pause: float) -> None:
-        self._plan, self._rank, self._store, self._pause = plan, rank, store, pause
-        self._live: dict[tuple[int, int], Any] = {}
+    def __init__(self, plan: Schedule, store: ActivationStore, pause: float) -> None:
+        super().__init__(plan, (1,), lambda op, stage: pause)
+        self._store = store
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """F."""
-        time.sleep(self._pause)
+        self.spend(Op.F, chunk)
         key = (chunk, microbatch)
         x = torch.zeros(1) if x is None else x
         x.requires_grad_(True)
@@ -89,32 +87,26 @@ class EmulatedRunner:
     def backward(
         self, chunk: int, microbatch: int, grad: torch.Tensor | None, split: bool
     ) -> torch.Tensor | None:
-        """B or BW; what W needs stays until then."""
-        time.sleep(self._pause * (1 if split else 2))
+        self.spend(Op.B, chunk)
         x, y = self._live[chunk, microbatch]
         torch.autograd.backward(y, torch.ones(1) if grad is None else grad)
         self._live[chunk, microbatch] = None
         if not split:
-            self._finish((chunk, microbatch))
+            self.weight(chunk, microbatch)
         gradient: torch.Tensor = x.grad
         return gradient
 
     def weight(self, chunk: int, microbatch: int) -> None:
-        """W."""
-        time.sleep(self._pause)
-        self._finish((chunk, microbatch))
+        self.spend(Op.W, chunk)
+        key = (chunk, microbatch)
+        del self._kept[key], self._live[key]
+        self._store.finish(key)
 
     def move(self, op: Op, chunk: int, microbatch: int) -> None:
-        """OFFLOAD, RELEASE, PREPARE or RELOAD."""
         getattr(self._store, op.value.lower())((chunk, microbatch))
 
     def live_sets(self) -> int:
-        """On the device."""
         return self._store.device_sets()
-
-    def _finish(self, key: tuple[int, int]) -> None:
-        del self._kept[key], self._live[key]
-        self._store.finish(key)
 
 
 class Case:
@@ -137,7 +129,7 @@ class Case:
 
     def step(self) -> None:
         """One iteration."""
-        runner = EmulatedRunner(self.plan, self._rank, self.store, self._pause)
+        runner = OffloadedStages(self.plan, self.store, self._pause)
         recorder = execute(self.plan, runner, (1,), Watchdog(f"rank {self._rank}", 120.0))
         self.store.end_step()
         self.peak = max(self.peak, recorder.peak_sets)

@@ -166,7 +166,7 @@ def runner_of(plan: Schedule, unit: float) -> Runner:
         embedding.take = output.take = runner.take
         batch = Batch((BATCH, SEQUENCE), SHAPE, torch.float32, CPU)
         every = collectives(dist.group.WORLD, CPU)
-        runner.passes = VocabularyPasses(plan, every, embedding, output, batch, runner)
+        runner.passes = VocabularyPasses(plan, every, embedding, output, lambda unit: batch, runner)
     return runner
 
 
