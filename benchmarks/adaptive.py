@@ -23,9 +23,10 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks import page as pages
@@ -251,36 +252,25 @@ def _line(row: Row) -> str:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    def of_theirs(cell: Callable[[Row], str]) -> Callable[[Row], str]:
-        return lambda row: "" if row["theirs"] is None else cell(row)
-
     def longer(row: Row) -> str:
+        if row["theirs"] is None:
+            return ""
         text = f"{slower(row):+.2f} %"
         return f"**{text}**" if slower(row) > LOSS else text
 
-    return pages.table(
-        {
-            "p": lambda row: row["pp"],
-            "m": lambda row: row["microbatches"],
-            "cap": lambda row: f"{row['sets']}/{2 * row['pp']}",
-            "costs": _costs_text,
-            "hop": lambda row: row["hop"],
-            "theirs": of_theirs(lambda row: f"{row['theirs']:.6g}"),
-            "ours": lambda row: f"{row['ours']:.6g}",
-            "ours is longer by": of_theirs(longer),
-            "above the bound": lambda row: f"{gap(row):.2f} %",
-            "seconds": lambda row: f"{row['seconds']:.2f}",
-        },
-        rows,
-    )
-
-
-def _binds(row: Row) -> bool:
-    return bool(row["sets"] < 2 * row["pp"])
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
+    columns: pages.Columns = {
+        "p": "{pp}",
+        "m": "{microbatches}",
+        "cap": lambda row: f"{row['sets']}/{2 * row['pp']}",
+        "costs": _costs_text,
+        "hop": "{hop}",
+        "theirs": lambda row: "" if row["theirs"] is None else f"{row['theirs']:.6g}",
+        "ours": "{ours:.6g}",
+        "ours is longer by": longer,
+        "above the bound": lambda row: f"{gap(row):.2f} %",
+        "seconds": "{seconds:.2f}",
+    }
+    return pages.table(columns, rows)
 
 
 def facts(rows: Sequence[Row]) -> list[str]:
@@ -290,6 +280,7 @@ def facts(rows: Sequence[Row]) -> list[str]:
     lines = []
     if both:
         by = [slower(row) for row in both]
+        bound = [slower(row) for row in both if row["sets"] < 2 * row["pp"]]
         lost = [sum(x > limit for x in by) for limit in (LOSS, 0.5, 2)]
         lines.append(
             f"Of {len(both)} cells {lost[0]} are lost by more than {LOSS} % ({lost[1]} by more "
@@ -297,19 +288,22 @@ def facts(rows: Sequence[Row]) -> list[str]:
             f"than {LOSS} %; {sum(gap(row) < 1e-6 for row in both)} of ours are at the lower bound."
         )
         for what, some in (
-            ("where memory binds (cap < 1)", [slower(row) for row in both if _binds(row)]),
+            (
+                "where memory binds (cap < 1)",
+                bound,
+            ),
             ("at all caps", by),
         ):
             if some:
                 lines.append(
-                    f"Ours is longer by {_mean(some):+.2f} % on average {what}; worst "
+                    f"Ours is longer by {fmean(some):+.2f} % on average {what}; worst "
                     f"{max(some):+.2f} %, best {min(some):+.2f} %."
                 )
         theirs = [row["their_seconds"] for row in both if row["their_seconds"] is not None]
         if theirs:
             lines.append(f"Theirs took {max(theirs):.2f} s at most to make.")
     lines.append(
-        f"Above the lower bound by {_mean([gap(row) for row in rows]):.2f} % on average, "
+        f"Above the lower bound by {fmean([gap(row) for row in rows]):.2f} % on average, "
         f"{max(map(gap, rows)):.2f} % at most. Ours took {times[len(times) // 2]:.2f} s to make "
         f"in the median, {times[-1]:.2f} s at most."
     )
@@ -324,8 +318,8 @@ def _group(title: str, rows: Sequence[Row]) -> list[Any]:
     return [f"## {title}", facts(rows), *losses, _table(rows)]
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
+def body(data: Row) -> list[Any]:
+    """The page."""
     again = (
         "Their scheduler was run for this page; it made every stored makespan again."
         if data["theirs_ran"]
@@ -333,12 +327,6 @@ def page(data: Row) -> str:
     )
     most = f" --most {data['most']}" if data["most"] else ""
     parts: list[Any] = [
-        pages.head(
-            "`v-cap` and the authors' adaptive scheduler",
-            data,
-            "adaptive",
-            "simulated, nothing here was measured on a GPU",
-        ),
         f"    python3 -m benchmarks.adaptive --random {data['count'] or 40} --seed {data['seed']}"
         f"{most} --theirs FILE",
         "*Theirs* is the scheduler of the authors of *Pipeline Parallelism with Controllable "
@@ -360,19 +348,21 @@ def page(data: Row) -> str:
         none = sum(row["theirs"] is None for row in rows)
         why = "their scheduler gave no valid order" if data["theirs_ran"] else "it was not run"
         parts.append(f"Without a number of theirs are {none}: {why}." if none else "")
-    return pages.text_of(*parts)
+    return parts
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; exit status 1 if a cell is lost."""
-    parser = pages.parser_of(
-        __doc__,
-        random=(0, "random cells too"),
-        seed=1,
-        resume=(False, "keep an interrupted run's rows"),
-    )
-    parser.add_argument("--most", type=int, metavar="N", help="only cells with p x m to N")
+def report(data: Row) -> int:
+    """Exit status 1 if a cell is lost."""
+    rows = [row for row in data["stored"] + data["random"] if row["theirs"] is not None]
+    lost = sum(slower(row) > LOSS for row in rows)
+    print(f"{lost} of {len(rows)} cells are lost by more than {LOSS} %")
+    return int(lost > 0)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those without a plain default."""
     theirs = os.environ.get("ADAPTIVE_SCHEDULER")
+    parser.add_argument("--most", type=int, metavar="N", help="only cells with p x m to N")
     parser.add_argument(
         "--theirs",
         type=Path,
@@ -380,12 +370,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="v_auto_schedule.py of their checkout (default $ADAPTIVE_SCHEDULER)",
     )
-    args = parser.parse_args(argv)
-    data = pages.run(args, "adaptive", lambda: _data(args), page)
-    rows = [row for row in data["stored"] + data["random"] if row["theirs"] is not None]
-    lost = sum(slower(row) > LOSS for row in rows)
-    print(f"{lost} of {len(rows)} cells are lost by more than {LOSS} %")
-    return int(lost > 0)
 
 
 def _data(args: argparse.Namespace) -> dict[str, Any]:
@@ -413,5 +397,21 @@ def _data(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+BENCHMARK = pages.Benchmark(
+    "adaptive",
+    __doc__,
+    "`v-cap` and the authors' adaptive scheduler",
+    lambda data: "simulated, nothing here was measured on a GPU",
+    body,
+    _data,
+    {
+        "random": (0, "random cells too"),
+        "seed": 1,
+        "resume": (False, "keep an interrupted run's rows"),
+    },
+    extend=options,
+    report=report,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import page as pages
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import gpu_of
 from megatron_ext.plan.layout import split_of
@@ -102,69 +104,57 @@ def row(one: Verdict) -> dict[str, Any]:
     return data
 
 
-_HEAD = (
-    *("recipe", "device", "TP x PP x VP", "CP", "EP", "states", "sets", "pass", "worst rank GiB"),
-    *("device GiB", "feasible", "published"),
-)
-
-
 def page(found: list[Verdict]) -> str:
     """The whole page."""
     answered = [one for one in found if one.worst is not None]
-    refused = [one for one in found if one.worst is None]
     misses = [one for one in answered if not one.fits]
     published = [one for one in answered if "published" in one.fact]
-    runs = sum(one.fits for one in published)
-    lines = [
+    refused = [(f"`{one.fact['recipe']}`", one.refusal) for one in found if one.worst is None]
+    introduction = _INTRODUCTION.format(
+        *(len(found), json.loads(FACTS.read_text(encoding="utf-8"))["commit"][:12]),
+        *(len(answered), len(answered) - len(misses)),
+        *(len(published), sum(one.fits for one in published)),
+    )
+    return pages.text_of(
         "# Megatron-Bridge's recipes with a pipeline, by the planner",
-        "",
-        _INTRODUCTION.format(
-            *(len(found), json.loads(FACTS.read_text(encoding="utf-8"))["commit"][:12]),
-            *(len(answered), len(answered) - len(misses)),
-            *(len(published), runs),
-        ),
+        introduction,
         "## Called infeasible",
-        "",
         _MISSES if misses else "None.",
-        "",
-        *_table(misses),
+        _table(misses) if misses else "",
         "## Not answered",
-        "",
-        "| recipe | why |",
-        "|---|---|",
-        *(f"| `{one.fact['recipe']}` | {one.refusal} |" for one in refused),
-        "",
+        pages.grid(("recipe", "why"), refused),
         "## Called feasible",
-        "",
-        *_table([one for one in answered if one.fits]),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+        _table([one for one in answered if one.fits]),
+    )
 
 
 def _table(rows: list[Verdict]) -> list[str]:
-    cells = [_cells(one) for one in rows]
-    lines = [_HEAD, ("---",) * len(_HEAD), *cells] if rows else []
-    return [*("| " + " | ".join(line) + " |" for line in lines), ""]
-
-
-def _cells(one: Verdict) -> tuple[str, ...]:
-    assert one.worst is not None
-    words = one.fact["flags"].split()
-
-    def flag(name: str) -> str:
+    def flag(one: Verdict, name: str) -> str:
+        words = one.fact["flags"].split()
         return words[words.index(name) + 1] if name in words else "1"
 
-    worst = one.worst
-    sizes = (worst.states.total, worst.kept, worst.passing, worst.total, one.device)
-    *parts, device = (f"{size / 2**30:.1f}" for size in sizes)
-    division = (flag("--tensor-model-parallel-size"), flag("--pipeline-model-parallel-size"))
-    return (
-        *(f"`{one.fact['recipe']}`", one.fact["gpu"]),
-        " x ".join((*division, str(one.fact["chunks"]))),
-        *(flag("--context-parallel-size"), flag("--expert-model-parallel-size")),
-        *(*parts, device, "yes" if one.fits else "no"),
-        one.fact.get("published", "-"),
-    )
+    def division(one: Verdict) -> str:
+        sizes = (flag(one, f"--{kind}-model-parallel-size") for kind in ("tensor", "pipeline"))
+        return " x ".join((*sizes, str(one.fact["chunks"])))
+
+    def gib(nbytes: Callable[[RankBytes], int]) -> Callable[[Verdict], str]:
+        return lambda one: f"{nbytes(one.worst) / 2**30:.1f}" if one.worst is not None else ""
+
+    columns: dict[str, Callable[[Verdict], object]] = {
+        "recipe": lambda one: f"`{one.fact['recipe']}`",
+        "device": lambda one: one.fact["gpu"],
+        "TP x PP x VP": division,
+        "CP": lambda one: flag(one, "--context-parallel-size"),
+        "EP": lambda one: flag(one, "--expert-model-parallel-size"),
+        "states": gib(lambda worst: worst.states.total),
+        "sets": gib(lambda worst: worst.kept),
+        "pass": gib(lambda worst: worst.passing),
+        "worst rank GiB": gib(lambda worst: worst.total),
+        "device GiB": lambda one: f"{one.device / 2**30:.1f}",
+        "feasible": lambda one: "yes" if one.fits else "no",
+        "published": lambda one: one.fact.get("published", "-"),
+    }
+    return pages.table(columns, rows)
 
 
 _INTRODUCTION = """\
@@ -184,8 +174,7 @@ Assumptions beside plan's own: memory of CUDA graphs, of the dispatchers' buffer
 stash is not counted; nor are the additional sets that stock keeps where it overlaps the
 expert-parallel exchange; tensorwise FP8 weights count twice (Hopper does, Blackwell has one copy);
 of vision-language models only the language model counts; for VR200 and R100 the memory of GB300 is
-assumed, because no public number says what a process finds there.
-"""
+assumed, because no public number says what a process finds there."""
 _MISSES = """\
 None of these has a published measurement. They are Llama 3.1 405B in 16 bits, or on half as many
 devices as the published rows of that model: 128 devices divide a rank's optimizer states by 2 and

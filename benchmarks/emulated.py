@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,6 +67,15 @@ def timed(step: Callable[[], object]) -> float:
     started = time.perf_counter()
     step()
     return max(gather(time.perf_counter() - started))
+
+
+def beside(took: list[float], simulated: float) -> dict[str, Any]:
+    """Seconds of a step by simulation and of every round, their median, and how far that is off."""
+    step = statistics.median(took)
+    return {"simulated": simulated, "step": step, "times": took, "error": step / simulated - 1}
+
+
+BESIDE = {"simulated s": "{simulated:.3f}", "median s": "{step:.3f}", "error": "{error:+.2%}"}
 
 
 def execute(

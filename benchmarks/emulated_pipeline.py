@@ -26,7 +26,7 @@ from itertools import permutations
 from typing import Any
 
 from benchmarks import page as pages
-from benchmarks.emulated import CPU, ranks, report_progress, timed
+from benchmarks.emulated import BESIDE, CPU, beside, ranks, report_progress, timed
 from benchmarks.page import Claim, Row, alternating, ratio
 from benchmarks.rivals import SHAPE, Way, parallel_state, torch, ways
 from megatron_ext.integration import measuring
@@ -75,21 +75,18 @@ def measure(rank: int, args: argparse.Namespace, microbatches: int) -> list[Row]
     for way in everything:
         run = simulate(orders[way.name], Costs.of(1, 1, 1))
         counted, took = gather(way.peak_sets), times[way.name]
-        row = {
-            "microbatches": microbatches,
-            "name": way.name,
-            "chunks": way.placement.chunks,
-            "peak": float(max(run.peak_activation)),
-            "counted": None if None in counted else max(counted) / way.placement.chunks,
-            "simulated": float(run.makespan) * seconds,
-            "step": statistics.median(took),
-            "least": min(took),
-            "times": took,
-        }
-        rows.append({**row, "error": row["step"] / row["simulated"] - 1})
-        report_progress(
-            f"m={microbatches} {way.name}: {row['step']:.3f} s, {rows[-1]['error']:+.2%}"
+        rows.append(
+            {
+                "microbatches": microbatches,
+                "name": way.name,
+                "chunks": way.placement.chunks,
+                "peak": float(max(run.peak_activation)),
+                "counted": None if None in counted else max(counted) / way.placement.chunks,
+                "least": min(took),
+                **beside(took, float(run.makespan) * seconds),
+            }
         )
+        report_progress("m={microbatches} {name}: {step:.3f} s, {error:+.2%}".format(**rows[-1]))
     return rows
 
 
@@ -202,19 +199,21 @@ def _ratios(ours: Sequence[Row]) -> tuple[float, str]:
     return worst, where
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
+def what(data: Row) -> str:
+    """What was run."""
+    loads = ", ".join(map(str, data["around"]["load_5min"]))
+    return (
+        f"{data['pp']} gloo ranks in one process group, F = B = W = {data['unit_ms']:g} ms of "
+        "a rank's share of a microbatch (a pass of one of two chunks half of it), "
+        f"{data['repeats']} alternating rounds after one without pauses, 5-minute load at the "
+        f"end of each size {loads}"
+    )
+
+
+def body(data: Row) -> list[Any]:
+    """The page."""
     around = data["around"]
     parts: list[Any] = [
-        pages.head(
-            "Executors with emulated costs",
-            data,
-            "emulated_pipeline",
-            f"{data['pp']} gloo ranks in one process group, F = B = W = {data['unit_ms']:g} ms of "
-            "a rank's share of a microbatch (a pass of one of two chunks half of it), "
-            f"{data['repeats']} alternating rounds after one without pauses, 5-minute load at the "
-            f"end of each size {', '.join(map(str, around['load_5min']))}",
-        ),
         f"With all ranks at it a sleep ends {around['sleep_late_ms']:.2f} ms late and a message "
         f"takes {around['hop_ms']:.2f} ms. *Simulated* has neither of these: passes of exactly "
         "that length, messages that take no time. *Error* is the median step over it. "
@@ -228,7 +227,7 @@ def page(data: Row) -> str:
         parts.append(f"## m = {m}: {sum(bool(c.holds) for c in found)} of {len(found)} hold")
         parts.append(pages.verdicts(found))
         parts.append(_table([row for row in data["rows"] if row["microbatches"] == m]))
-    return pages.text_of(*parts)
+    return parts
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -238,39 +237,39 @@ def _table(rows: Sequence[Row]) -> list[str]:
         other = row["counted"] not in (None, row["peak"])
         return f"{row['peak']:g}" + (f" (counted {row['counted']:g})" if other else "")
 
-    return pages.table(
-        {
-            "executor and schedule": lambda row: row["name"],
-            "v": lambda row: row["chunks"],
-            "peak": peak,
-            "simulated s": lambda row: f"{row['simulated']:.3f}",
-            "median s": lambda row: f"{row['step']:.3f}",
-            "least s": lambda row: f"{row['least']:.3f}",
-            "error": lambda row: f"{row['error']:+.2%}",
-            "throughput (simulated)": lambda row: (
-                "" if base is None else "{:.3f} ({:.3f})".format(*_throughput(base, row))
-            ),
-        },
-        rows,
-    )
+    def throughput(row: Row) -> str:
+        return "" if base is None else "{:.3f} ({:.3f})".format(*_throughput(base, row))
+
+    columns: pages.Columns = {
+        "executor and schedule": "{name}",
+        "v": "{chunks}",
+        "peak": peak,
+        "simulated s": BESIDE["simulated s"],
+        "median s": BESIDE["median s"],
+        "least s": "{least:.3f}",
+        "error": BESIDE["error"],
+        "throughput (simulated)": throughput,
+    }
+    return pages.table(columns, rows)
 
 
-def main() -> int:
-    """Run it; returns the exit status."""
-    args = pages.parser_of(
-        __doc__,
-        schedules=(SCHEDULES, "ours, comma-separated"),
-        pp=4,
-        microbatches=("8,16", "comma-separated"),
-        unit_ms=(150.0, "F, B, W of a rank"),
-        repeats=5,
-        check=(False, "exit with 1 if a claim is missed"),
-    ).parse_args()
-    task = functools.partial(run_rank, args)
-    packages = ("torch", "megatron-core")
-    data = pages.run(args, "emulated-pipeline", lambda: ranks(args.pp, task), page, packages)
-    return pages.missed(args, claims(data))
-
+BENCHMARK = pages.Benchmark(
+    "emulated-pipeline",
+    __doc__,
+    "Executors with emulated costs",
+    what,
+    body,
+    lambda args: ranks(args.pp, functools.partial(run_rank, args)),
+    {
+        "schedules": (SCHEDULES, "ours, comma-separated"),
+        "pp": 4,
+        "microbatches": ("8,16", "comma-separated"),
+        "unit_ms": (150.0, "F, B, W of a rank"),
+        "repeats": 5,
+    },
+    ("torch", "megatron-core"),
+    claims,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

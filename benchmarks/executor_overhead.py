@@ -181,20 +181,21 @@ def claims(data: Row) -> list[Claim]:
     return found
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
+def body(data: Row) -> list[Any]:
+    """The page."""
 
     def milliseconds(key: str) -> Any:
         return lambda row: "" if row[key] is None else f"{row[key]:.1f}"
 
-    return pages.text_of(
-        pages.head(
-            "What the executor costs",
-            data,
-            "executor_overhead",
-            f"{data['pp']} gloo ranks in one process group, {data['microbatches']} microbatches, "
-            f"median of {data['rounds']} alternating rounds of {data['steps']} steps",
-        ),
+    busiest = {
+        "": "{name}",
+        "passes a step": "{passes}",
+        "µs a pass": "{thread:.0f}",
+        "least": "{least:.0f}",
+        "all threads": "{process:.0f}",
+    }
+    made = {"": "{name}", "p": "{pp}", "m": "{microbatches}"}
+    return [
         "Microseconds of CPU time per pass (F, B, W or BW) on the busiest rank, without any "
         "compute to speak of: the main thread's, which is what a GPU's kernels are launched from, "
         "and that of all threads (gloo's, the watchdog's). A split pass does less each than a "
@@ -203,53 +204,41 @@ def page(data: Row) -> str:
         "rows of ours are the executor over plain autograd, as PyTorch's are. From run to run "
         "figures differ by some 5 µs.",
         pages.verdicts(claims(data)),
-        pages.table(
-            {
-                "": lambda row: row["name"],
-                "passes a step": lambda row: row["passes"],
-                "µs a pass": lambda row: f"{row['thread']:.0f}",
-                "least": lambda row: f"{row['least']:.0f}",
-                "all threads": lambda row: f"{row['process']:.0f}",
-            },
-            data["rows"],
-        ),
+        pages.table(busiest, data["rows"]),
         "*Timed* is with the clock read around every pass, as for `--pp-trace`, `--pp-profile` "
         "and the log line.",
         "## Making a schedule",
         "Milliseconds, best of three. Done once in a run for each number of microbatches, on "
         "every rank. PyTorch's constructors make and lower in one.",
         pages.table(
-            {
-                "": lambda row: row["name"],
-                "p": lambda row: row["pp"],
-                "m": lambda row: row["microbatches"],
-                **{key: milliseconds(key) for key in ("make", "lower", "check")},
-            },
-            data["making"],
+            made | {key: milliseconds(key) for key in ("make", "lower", "check")}, data["making"]
         ),
-    )
+    ]
 
 
-def main() -> int:
-    """Run it; returns the exit status."""
-    args = pages.parser_of(
-        __doc__,
-        pp=4,
-        microbatches=16,
-        steps=(10, "of one executor before the next"),
-        rounds=9,
-        sizes=("8x64,16x128", "p x m of the schedules made"),
-        check=(False, "exit with 1 if a claim is missed"),
-    ).parse_args()
-
-    def measure() -> Row:
-        found: Row = ranks(args.pp, functools.partial(run_rank, args))
-        return {**found, "making": making(args)}
-
-    packages = ("torch", "megatron-core")
-    data = pages.run(args, "executor-overhead", measure, page, packages)
-    return pages.missed(args, claims(data))
-
+BENCHMARK = pages.Benchmark(
+    "executor-overhead",
+    __doc__,
+    "What the executor costs",
+    lambda data: (
+        f"{data['pp']} gloo ranks in one process group, {data['microbatches']} microbatches, "
+        f"median of {data['rounds']} alternating rounds of {data['steps']} steps"
+    ),
+    body,
+    lambda args: {
+        **ranks(args.pp, functools.partial(run_rank, args)),
+        "making": making(args),
+    },
+    {
+        "pp": 4,
+        "microbatches": 16,
+        "steps": (10, "of one executor before the next"),
+        "rounds": 9,
+        "sizes": ("8x64,16x128", "p x m of the schedules made"),
+    },
+    ("torch", "megatron-core"),
+    claims,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -7,16 +7,16 @@ python3 -m benchmarks.lengths --page-of FILE     # the page alone, of earlier re
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from benchmarks.page import parser_of, run
+from benchmarks import page as pages
+from benchmarks.page import Row
 from megatron_ext.schedule import Costs, Placement, Schedule, ScheduleSpec, select
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import Rows, replay
@@ -27,8 +27,6 @@ from megatron_ext.schedule.search import FINE
 from megatron_ext.schedule.tasks import Tasks
 from megatron_ext.schedule.units import SHARE, slice_costs
 
-HERE = Path(__file__).resolve().parent
-Row = dict[str, Any]
 PP, MICROBATCHES, ATTENTION = 8, 16, Fraction(3, 10)
 MEAN = 4096  # tokens
 FIRST = 1000  # seed; none from here on was used while this was built
@@ -49,11 +47,9 @@ CONTENDERS = (  # (name, arranged, slice length, work); the first one is the ord
 )
 
 
-def draw(kind: str, seed: int) -> list[int]:
-    """Lengths in tokens, ``MEAN`` on average but for rounding."""
-    rng = random.Random(seed)
-    found = [DRAWS[kind](rng) for _ in range(MICROBATCHES)]
-    return [round(x * MEAN * MICROBATCHES / sum(found)) for x in found]
+def scaled(shares: Sequence[float], mean: int) -> list[int]:
+    """Lengths in tokens by their shares, ``mean`` on average but for rounding."""
+    return [round(x * mean * len(shares) / sum(shares)) for x in shares]
 
 
 def table(lengths: Sequence[int], slice_length: int | None) -> Tasks:
@@ -86,7 +82,8 @@ def idle(tasks: Tasks, rows: Rows) -> float:
 
 def measure(kind: str, seed: int, order: Schedule) -> Row:
     """Idle time and time to plan of every contender, all in the memory of the first."""
-    lengths = draw(kind, seed)
+    rng = random.Random(seed)
+    lengths = scaled([DRAWS[kind](rng) for _ in range(MICROBATCHES)], MEAN)
     tasks = table(lengths, None)
     known = tasks.rows(order.ranks)
     cap = max(tasks.peaks(known))
@@ -107,21 +104,26 @@ def measure(kind: str, seed: int, order: Schedule) -> Row:
     return row
 
 
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
+def rows_of(seeds: int) -> Row:
+    """All rows; progress on the terminal."""
+    order, rows = mean_order(), []
+    for kind in DRAWS:
+        for seed in seeds_from_first(seeds):
+            rows.append(measure(kind, seed, order))
+            print(kind, seed, rows[-1]["idle"], flush=True)
+    return {"rows": rows}
 
 
-def page(data: dict[str, Any]) -> str:
-    """Markdown."""
-    lines = [
-        "# Microbatches of different lengths",
-        "",
-        f"Simulated {data['date']} with Python {data['python']} ({data['machine']}) in "
-        f"{data['seconds']:.0f} s; load average {data['load']}. Nothing here was measured on a "
-        f"GPU. All rows: [{data['results']}]({data['results']}).",
-        "",
-        f"    python3 -m benchmarks.lengths --seeds {data['seeds']}",
-        "",
+def seeds_from_first(count: int) -> range:
+    """So many."""
+    if count < 1:
+        raise SystemExit(f"--seeds is 1 or more, not {count}")
+    return range(FIRST, FIRST + count)
+
+
+def body(data: Row) -> list[Any]:
+    """The page."""
+    parts: list[Any] = [
         f"p={PP}, m={MICROBATCHES}, V placement, no hops, core attention {float(ATTENTION):g} of "
         f"the F of a microbatch of mean length; {data['seeds']} seeds of each distribution, from "
         f"{FIRST} on. Per cent of the makespan that ranks are idle, on average and at most. All "
@@ -130,50 +132,38 @@ def page(data: dict[str, Any]) -> str:
         f"schedules alone, *search* places {WORK} passes more. *Arranged*: short microbatches "
         "at both ends. *Slices*: of a quarter of the mean, with F's that take equally long. "
         "Seconds, of processor time under that load, are those to make the table and plan, in the "
-        "median and at most.",
+        "median and at most; the order for the mean is made once for all seeds.",
     ]
     for kind in DRAWS:
         rows = [row for row in data["rows"] if row["kind"] == kind]
         memory = [row["memory"] for row in rows]
-        lines += [
-            "",
-            f"## {kind.capitalize()}",
-            "",
-            f"Memory {_mean(memory):.2f} on average, {max(memory):.2f} at most.",
-            "",
-            "| planned | idle, mean | idle, worst | seconds, median | seconds, worst |",
-            "|---|--:|--:|--:|--:|",
-        ]
+        cells = []
         for name, *_ in CONTENDERS:
             share = [row["idle"][name] for row in rows]
             took = sorted(row["seconds"][name] for row in rows)
-            times = f"{took[len(took) // 2]:.3f} | {took[-1]:.3f}"
+            times = [f"{took[len(took) // 2]:.3f}", f"{took[-1]:.3f}"]
             if name == CONTENDERS[0][0]:
-                times = "- | -"  # one order, made once for all seeds
-            lines.append(f"| {name} | {_mean(share):.1f} | {max(share):.1f} | {times} |")
-    return "\n".join(lines) + "\n"
+                times = ["", ""]
+            cells.append((name, f"{fmean(share):.1f}", f"{max(share):.1f}", *times))
+        parts += [
+            f"## {kind.capitalize()}",
+            f"Memory {fmean(memory):.2f} on average, {max(memory):.2f} at most.",
+            pages.grid(
+                ("planned", "idle, mean", "idle, worst", "seconds, median", "seconds, worst"), cells
+            ),
+        ]
+    return parts
 
 
-def _data(args: argparse.Namespace) -> dict[str, Any]:
-    order = mean_order()
-    seeds = range(FIRST, FIRST + args.seeds)
-    rows = []
-    for kind in DRAWS:
-        for seed in seeds:
-            rows.append(measure(kind, seed, order))
-            print(kind, seed, rows[-1]["idle"], flush=True)
-    return {"rows": rows}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run it."""
-    parser = parser_of(__doc__, seeds=(20, "of each distribution"))
-    args = parser.parse_args(argv)
-    if args.seeds < 1:
-        parser.error(f"--seeds is 1 or more, not {args.seeds}")
-    run(args, "lengths", lambda: _data(args), page)
-    return 0
-
+BENCHMARK = pages.Benchmark(
+    "lengths",
+    __doc__,
+    "Microbatches of different lengths",
+    lambda data: "simulated, nothing here was measured on a GPU",
+    body,
+    lambda args: rows_of(args.seeds),
+    {"seeds": (20, "of each distribution")},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -8,13 +8,14 @@ Simulated: how many message streams a rank has (``--p2p``), and which costs the 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
 from benchmarks import page as pages
 from benchmarks.page import Row
-from megatron_ext.schedule import NAMES, Costs, Placement, Schedule, generate, lower, simulate
+from megatron_ext.schedule import NAMES, Costs, Placement, generate, lower, simulate
 from megatron_ext.schedule.network import STREAMS, Network
 
 PP, MICROBATCHES = 8, 32
@@ -24,11 +25,12 @@ NOISE, SEED = 0.03, 1
 ORDERS = ("equal", "estimated", "measured", "real")
 BASE = "1f1b"
 _PARTS = 1000  # of a pass, for measured times
-
-
-def real(hop: str) -> Costs:
-    """The machine's."""
-    return Costs.of(*REAL, hop)
+NETWORKS = {
+    "ideal": None,
+    **{streams: Network(streams) for streams in STREAMS},
+    "edge, queue 1": Network("edge", True),
+    "rank, queue 1": Network("rank", True),
+}
 
 
 def costs_for(order: str, hop: str, placement: Placement) -> Costs:
@@ -40,11 +42,10 @@ def costs_for(order: str, hop: str, placement: Placement) -> Costs:
     if order == "equal":
         return Costs()
     if order == "estimated":
-        return Costs.of(
-            1, REAL[1] * Fraction(95, 100), REAL[2] * Fraction(105, 100), Fraction(hop) / 2
-        )
+        wrong = (REAL[1] * Fraction(95, 100), REAL[2] * Fraction(105, 100))
+        return Costs.of(1, *wrong, Fraction(hop) / 2)
     if order == "real":
-        return real(hop)
+        return Costs.of(*REAL, hop)
     rng = random.Random(SEED)
     stages = [
         [round(x * _PARTS * (1 + rng.uniform(-NOISE, NOISE)) / placement.chunks) for x in REAL]
@@ -53,37 +54,22 @@ def costs_for(order: str, hop: str, placement: Placement) -> Costs:
     return Costs.of(hop=Fraction(hop) * _PARTS, stages=stages)
 
 
-def orders(name: str, hop: str) -> Iterator[tuple[str, Schedule]]:
-    """Lowered, for each kind of costs."""
-    placement = generate(name, PP, MICROBATCHES).placement
-    for order in ORDERS:
-        costs = costs_for(order, hop, placement)
-        yield order, lower(generate(name, PP, MICROBATCHES, costs=costs))
-
-
-NETWORKS = {
-    "ideal": None,
-    **{streams: Network(streams) for streams in STREAMS},
-    "edge, queue 1": Network("edge", True),
-    "rank, queue 1": Network("rank", True),
-}
-
-
-def measure(names: list[str]) -> Row:
+def measure(names: list[str]) -> Iterator[Row]:
     """One row a schedule, hop and order: makespans in units of F."""
-    rows = []
     for name in names:
+        placement = generate(name, PP, MICROBATCHES).placement
         for hop in HOPS:
-            for order, schedule in orders(name, hop):
+            for order in ORDERS:
+                costs = costs_for(order, hop, placement)
+                schedule = lower(generate(name, PP, MICROBATCHES, costs=costs))
                 row: Row = {"schedule": name, "hop": hop, "order": order}
                 for key, network in NETWORKS.items():
-                    row[key] = float(simulate(schedule, real(hop), network).makespan)
-                rows.append(row)
-    return {"rows": rows}
+                    row[key] = float(simulate(schedule, Costs.of(*REAL, hop), network).makespan)
+                yield row
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
+def body(data: Row) -> list[Any]:
+    """The page."""
     at = {(r["schedule"], r["hop"], r["order"]): r for r in data["rows"]}
     names = list(dict.fromkeys(r["schedule"] for r in data["rows"]))
 
@@ -104,14 +90,15 @@ def page(data: Row) -> str:
         return lambda name: f"{at[BASE, '0.2', order][way] / at[name, '0.2', order][way]:.2f}"
 
     title: dict[str, Callable[[str], Any]] = {"schedule": "`{}`".format}
+    before_and_after = {
+        "before": time("equal", "rank"),
+        "before, against 1f1b": against("equal", "rank"),
+        "real costs alone": time("real", "rank"),
+        "edge alone": time("equal", "edge"),
+        "after": time("real", "edge"),
+        "after, against 1f1b": against("real", "edge"),
+    }
     parts: list[Any] = [
-        pages.head(
-            "Message streams, and orders for other costs",
-            data,
-            "messages",
-            f"simulated, p = {PP}, m = {MICROBATCHES}, real costs F, B, W = 1, 1.15, 0.85; nothing "
-            "here was measured on NCCL",
-        ),
         "    megatron-ext simulate --schedule v-half --pp 8 --microbatches 32 --cost 1,1.15,0.85 "
         "--hop 0.2 --p2p rank",
         "A message stream runs one message after the other, and a posted receive holds it until "
@@ -127,18 +114,7 @@ def page(data: Row) -> str:
         "## One stream a rank, hop 0.2: before and after",
         "Makespan, and speed against 1F1B in the same row's setting. *Before*: one stream a rank, "
         "order for equal costs. *After*: one stream a direction, order for the real costs and hop.",
-        pages.table(
-            title
-            | {
-                "before": time("equal", "rank"),
-                "before, against 1f1b": against("equal", "rank"),
-                "real costs alone": time("real", "rank"),
-                "edge alone": time("equal", "edge"),
-                "after": time("real", "edge"),
-                "after, against 1f1b": against("real", "edge"),
-            },
-            names,
-        ),
+        pages.table(title | before_and_after, names),
         "## What an order for other costs loses",
         "Per cent over the order for the real costs with ideal messages. *Equal*: 1,1,1 and no "
         "hop; *estimated*: B and W 5 % wrong, half the hop; *measured*: each time of each stage "
@@ -146,22 +122,25 @@ def page(data: Row) -> str:
         "the wrong costs.",
     ]
     for hop in HOPS:
-        columns: dict[str, Callable[[tuple[str, str]], str]] = {
-            "schedule": lambda one: f"`{one[0]}`",
-            "way": lambda one: one[1],
-            **{order: lost(order, hop) for order in ORDERS},
-        }
-        parts.append(f"Hop {hop}:")
-        parts.append(pages.table(columns, [(name, way) for name in names for way in STREAMS]))
-    return pages.text_of(*parts)
+        columns: dict[str, Any] = {"schedule": "`{0[0]}`".format, "way": "{0[1]}".format}
+        columns |= {order: lost(order, hop) for order in ORDERS}
+        cells = [(name, way) for name in names for way in STREAMS]
+        parts += [f"Hop {hop}:", pages.table(columns, cells)]
+    return parts
 
 
-def main() -> None:
-    """Write the page and its rows."""
-    default = (",".join(NAMES), "with commas; 1f1b among them")
-    args = pages.parser_of(__doc__, schedules=default).parse_args()
-    pages.run(args, "messages", lambda: measure(args.schedules.split(",")), page)
-
+BENCHMARK = pages.Benchmark(
+    "messages",
+    __doc__,
+    "Message streams, and orders for other costs",
+    lambda data: (
+        f"simulated, p = {PP}, m = {MICROBATCHES}, real costs F, B, W = 1, 1.15, 0.85; nothing "
+        "here was measured on NCCL"
+    ),
+    body,
+    lambda args: {"rows": list(measure(args.schedules.split(",")))},
+    {"schedules": (",".join(NAMES), "with commas; 1f1b among them")},
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

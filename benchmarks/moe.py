@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """MoE layers in chunks on an emulated network and emulated experts: times, choices, memory.
 
-    python -m benchmarks.moe [--ranks 4] [--compute-ms 60] [--repeats 5] [--parts speed,memory,...]
+    python -m benchmarks.moe [--ranks 4] [--stock-ms 240] [--repeats 5] [--parts shapes,memory,...]
         [--output DIR] [--date YYYY-MM-DD]
 
 Megatron's own MoE layer, stock and with ours, on gloo ranks of this machine. All-to-alls are real
@@ -12,9 +12,6 @@ because everything that takes time sleeps.
 shapes      layers of DeepSeek-V3, Qwen3-235B, Qwen3-30B and Mixtral: Megatron's own layer, the
             same with --recompute-modules moe, ours; times and most bytes at once
 balances    the same for communication over computation from 1/4 to 4
-speed       communication over computation from 1/4 to 4: stock, 2 and 4 chunks, all dispatches
-            first, what auto chose, the best of all fixed plans
-strategies  the same for what auto chose within a budget that rules keeping everything out
 memory      most bytes that exist at once while one layer runs forward and backward, counted by
             tensor storage, with real experts: stock, chunks, every strategy
 
@@ -42,110 +39,116 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from benchmarks import page as pages  # noqa: E402
 from benchmarks.emulated import ranks, report_progress  # noqa: E402
-from benchmarks.moe_contenders import balances, shapes  # noqa: E402
 from benchmarks.moe_emulated import (  # noqa: E402
-    HIDDEN,
     IN_FLIGHT,
-    KAPPA,
-    TOKENS,
-    TOP_K,
     Network,
     PausingExperts,
     real_all_to_all,
 )
-from benchmarks.moe_layers import (  # noqa: E402
-    Auto,
-    Bench,
-    build,
-    fixed_plans,
-    name_of,
-    settle,
-)
+from benchmarks.moe_layers import Auto, Bench, build, name_of, settle  # noqa: E402
 from benchmarks.moe_page import TABLES, page  # noqa: E402
+from benchmarks.moe_shapes import SHAPES  # noqa: E402
 from benchmarks.page import Row, alternating  # noqa: E402
-from megatron_ext.integration.features.moe.flags import layer_shape  # noqa: E402
 from megatron_ext.integration.features.moe.layer import FixedPolicy  # noqa: E402
-from megatron_ext.moe.autotune import SearchSpace, bucket, largest  # noqa: E402
-from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy, footprint  # noqa: E402
+from megatron_ext.moe.autotune import SearchSpace  # noqa: E402
+from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy  # noqa: E402
 
-RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
-LINKS = (0.5, 2.0)  # a copy of the experts' input over their forward pass
-
-
-def choice_row(bench: Bench, auto: Auto, candidates: dict[str, LayerPlan], repeats: int) -> Row:
-    """One emulated machine: all fixed plans, stock and the choice."""
-    steps = settle(bench, auto)
-    for name, plan in {**candidates, "stock": STOCK}.items():
-        bench.add(name, FixedPolicy(plan))
-    names = ["stock", *candidates, "auto"]
-    steps_of = {name: functools.partial(bench.run, name) for name in names}
-    times = alternating(steps_of, repeats)
-    median = {name: statistics.median(times[name]) for name in names}
-    usable = [*candidates, *(["stock"] if auto.tuner.allows(STOCK) else [])]
-    return {
-        "steps_to_settle": steps,
-        "median_ms": median,
-        "least_ms": {name: min(times[name]) for name in names},
-        "best": min(usable, key=lambda name: median[name]),
-        "worst": max(usable, key=lambda name: median[name]),
-        "chosen": name_of(auto.tuner.plan),
-        "log": auto.lines,
-    }
+TOKENS, HIDDEN, EXPERTS = 512, 32, 16  # what really is exchanged; times and bytes are scaled
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # communication over computation
+S4 = [LayerPlan(n, Strategy.S4) for n in (2, 4, 8)]
 
 
-def emulate_network(ratio: float, args: Any) -> None:
-    """Communication of a call over its computation: four messages, three forward passes."""
-    message_ms = ratio * 3 * args.compute_ms / 4
-    row_bytes = (HIDDEN + 1) * 4 * (args.ranks - 1) / args.ranks
-    dist.all_to_all_single = Network(message_ms / (TOKENS * TOP_K * row_bytes))
-
-
-def speed(rank: int, args: Any) -> list[Row]:
-    """Nothing is restored; communication over computation varies."""
-    rows = TOKENS * TOP_K
+def shapes(rank: int, args: Any) -> list[Row]:
+    """Layers of models that people train, slower than on the devices they are described for."""
     out = []
-    for ratio in RATIOS:
-        emulate_network(ratio, args)
-        layer = build(args.ranks)
-        layer.experts = PausingExperts(args.compute_ms / rows)
-        bench = Bench(layer, batch(rank))
-        auto = Auto(SearchSpace.of("auto", "none"))
-        bench.add("auto", auto)
-        row = choice_row(bench, auto, fixed_plans((Strategy.NONE,)), args.repeats)
-        out.append({"ratio": ratio, **row})
-        bench.close()
+    for one in SHAPES:
+        stock = 4 * one.message_ms + 3 * one.experts_ms
+        row = _contend(
+            rank, args, one.top_k, one.inside, args.stock_ms / stock,
+            one.message_ms, one.experts_ms, one.input_ms,
+            {"auto": ("auto", "none"), "auto in it": ("auto", "auto")},
+        )  # fmt: skip
+        out.append({"name": one.name, "ratio": one.ratio, **row})
         report_progress(out[-1])
     return out
 
 
-def strategies(rank: int, args: Any) -> list[Row]:
-    """A budget that rules ``none`` out, on fast and slow links and networks."""
-    rows = TOKENS * TOP_K
+def balances(rank: int, args: Any) -> list[Row]:
+    """One shape on faster and slower networks; without auto."""
     out = []
-    for ratio in (0.5, 2.0):
-        for link in LINKS:
-            emulate_network(ratio, args)
-            layer = build(args.ranks)
-            layer.experts = PausingExperts(args.compute_ms / rows)
-            rate = rows * HIDDEN * 4 / (link * args.compute_ms / 1e3)
-            bench = Bench(layer, batch(rank), rate)
-            # Half of what four microbatches keep if nothing is restored.
-            shape = layer_shape(layer.config, HIDDEN, 1, 4)
-            shape = shape._replace(kept_bytes=KAPPA * HIDDEN * 4)
-            budget = footprint(shape, rows, IN_FLIGHT, STOCK).peak_bytes // 2
-            auto = Auto(SearchSpace.of("auto", "auto"), budget)
-            bench.add("auto", auto)
-            rows_of_busiest = largest(bucket(rows * 1.02))  # random routing is nearly even
-            fitting = {
-                name: plan
-                for name, plan in fixed_plans(Strategy).items()
-                if footprint(shape, rows_of_busiest, IN_FLIGHT, plan).peak_bytes <= budget
-            }
-            row = choice_row(bench, auto, fitting, min(3, args.repeats))
-            out.append({"ratio": ratio, "link": link, "budget_bytes": budget, **row})
-            bench.close()
-            report_progress(out[-1])
+    for ratio in RATIOS:
+        message = 3 * ratio / 4  # over the experts' forward pass
+        row = _contend(rank, args, 8, 1.0, args.stock_ms / (3 + 3 * ratio), message, 1.0, 1.5, {})
+        out.append({"name": "", "ratio": ratio, **row})
+        report_progress(out[-1])
     return out
+
+
+def _contend(
+    rank: int,
+    args: Any,
+    top_k: int,
+    inside: float,
+    scale: float,
+    message: float,
+    experts: float,
+    copy: float,
+    searched: dict[str, tuple[str, str]],
+) -> Row:
+    """One layer on one device.
+
+    Args:
+        inside: bytes inside the experts over those of their input.
+        scale: of all times that follow, in milliseconds.
+        message, experts, copy: an all-to-all of a call, the experts' forward pass, a copy of
+            their input to the host.
+        searched: chunks and strategies that auto chooses from, by name; with strategies, in the
+            memory that recomputation needs.
+    """
+    rows, row = TOKENS * top_k, HIDDEN * 4
+    layer = build(args.ranks, hidden_size=HIDDEN, num_moe_experts=EXPERTS, moe_router_topk=top_k)
+    layer.experts = PausingExperts(0.0, HIDDEN, round(inside * HIDDEN))
+    x = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    bench = Bench(layer, x, rows * row / (scale * copy / 1e3))
+    bench.add("stock", FixedPolicy(STOCK))
+    bench.add("recompute", FixedPolicy(STOCK), recompute=True)
+    for plan in S4:
+        bench.add(name_of(plan), FixedPolicy(plan))
+
+    def peaks(names: list[str]) -> dict[str, int]:
+        """Without pauses, which change no bytes."""
+        dist.all_to_all_single = real_all_to_all
+        layer.experts.set_pace(0.0)
+        found = {name: bench.peak(name, IN_FLIGHT)[0] for name in names}
+        dist.all_to_all_single = network
+        layer.experts.set_pace(scale * experts / rows)
+        return found
+
+    network: Any = Network(scale * message / (rows * (row + 4) * (args.ranks - 1) / args.ranks))
+    peak = peaks(list(bench.ours))
+    # Inputs and outputs are there in any case, and no part of what a budget is for.
+    budget = peak["recompute"] - 2 * IN_FLIGHT * x.numel() * 4
+    autos = {
+        name: Auto(SearchSpace.of(*given), budget if given[1] == "auto" else None)
+        for name, given in searched.items()
+    }
+    steps = {}
+    for name, auto in autos.items():
+        bench.add(name, auto)
+        steps[name] = settle(bench, auto, name)
+    peak |= peaks(list(autos))
+    steps_of = {name: functools.partial(bench.run, name) for name in bench.ours}
+    times = alternating(steps_of, args.repeats)
+    median = {name: statistics.median(found) / scale for name, found in times.items()}
+    result = {
+        "scale": scale,
+        "median_ms": median,
+        "peak_bytes": peak,
+        "steps": steps,
+        "chosen": {name: name_of(auto.tuner.plan) for name, auto in autos.items()},
+    }
+    bench.close()
+    return result
 
 
 def memory(rank: int, args: Any) -> list[Row]:
@@ -172,11 +175,6 @@ def memory(rank: int, args: Any) -> list[Row]:
     return out
 
 
-def batch(rank: int) -> torch.Tensor:
-    """The layer's input on this rank."""
-    return torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
-
-
 def run_rank(args: argparse.Namespace, rank: int) -> Row:
     """All parts on one rank."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ranks)
@@ -193,7 +191,7 @@ def main() -> int:
     args = pages.parser_of(
         __doc__,
         ranks=4,
-        compute_ms=(120.0, "of the experts' forward"),
+        stock_ms=(240.0, "of Megatron's own layer as it is emulated"),
         repeats=5,
         parts=",".join(PARTS),
     ).parse_args()
@@ -204,7 +202,7 @@ def main() -> int:
         about["load"] = f"{before} before and {pages.load()} after"
         for part, rows in found.items():
             pages.save(args, f"moe-{part}", {**about, "rows": rows})
-    newest = {part: pages.newest(args, f"moe-{part}") for part in TABLES}
+    newest = {part: pages.newest(args.output, f"moe-{part}") for part in TABLES}
     text = page({part: data for part, data in newest.items() if data is not None})
     (args.output / "moe.md").write_text(text, encoding="utf-8")
     return 0
@@ -213,8 +211,6 @@ def main() -> int:
 PARTS: dict[str, Callable[[int, Any], list[Row]]] = {
     "shapes": shapes,
     "balances": balances,
-    "speed": speed,
-    "strategies": strategies,
     "memory": memory,
 }
 

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 HIDDEN, FFN, EXPERTS, TOP_K = 64, 64, 8, 2
-TOKENS = 4096  # of a rank
 KAPPA = 4  # bytes inside the experts over those of their input
 ALPHA_MS = 0.3  # of a message, and of an expert call
 IN_FLIGHT = 4  # microbatches that the budget is for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from benchmarks.moe_emulated import EXPERTS, FFN, HIDDEN, IN_FLIGHT, TOP_K, Peak
 from megatron_ext.integration.features.moe.choice import ChosenMoE
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
 from megatron_ext.integration.hooks import Hooks
-from megatron_ext.moe.autotune import LOOKAHEAD, SearchSpace, Tuner
+from megatron_ext.moe.autotune import SearchSpace, Tuner
 from megatron_ext.moe.buffers import Memory
-from megatron_ext.moe.plan import LayerPlan, Strategy
+from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.offload.device import CpuDevice, Direction
 
 
@@ -169,18 +169,6 @@ class Bench:
         """End threads."""
         for ours in self.ours.values():
             ours.close()
-
-
-def fixed_plans(names: Iterable[Strategy]) -> dict[str, LayerPlan]:
-    """Everything that may be chosen, by name, but for Megatron's own layer."""
-    found = {}
-    for strategy in names:
-        for chunks in (1, 2, 4, 8):
-            for lookahead in sorted({2, LOOKAHEAD, chunks}):
-                plan = LayerPlan(chunks, strategy, min(lookahead, chunks))
-                if not plan.stock:
-                    found[name_of(plan)] = plan
-    return found
 
 
 def settle(bench: Bench, auto: Auto, name: str = "auto") -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import page as pages
-from benchmarks.moe_emulated import ALPHA_MS, EXPERTS, IN_FLIGHT, KAPPA, TOKENS, TOP_K
+from benchmarks.moe_emulated import ALPHA_MS, IN_FLIGHT
 from benchmarks.moe_shapes import FLOPS, HOST, NETWORK, PEER
 from benchmarks.moe_shapes import TOKENS as SHAPE_TOKENS
 from benchmarks.page import Row
@@ -84,32 +84,6 @@ def _s4(row: Row) -> str:
     return f"{_both(best)(row)} ({best}{more})"
 
 
-def _ms(name: str) -> Cell:
-    return lambda row: f"{row['median_ms'][name]:.0f}"
-
-
-def _ms_of(key: str) -> Cell:
-    """Of the plan that the row names."""
-    return lambda row: f"{_ms(row[key])(row)} ({row[key]})"
-
-
-def _chosen(row: Row) -> str:
-    return f"{_ms('auto')(row)} ({row['chosen']})"
-
-
-def _over_best(row: Row) -> str:
-    return f"{row['median_ms']['auto'] / row['median_ms'][row['best']]:.3f}"
-
-
-def _steps(row: Row) -> str:
-    return str(row["steps_to_settle"])
-
-
-def _dispatch_first(row: Row) -> str:
-    names = [name for name in row["median_ms"] if name in ("4 none 4", "8 none 8")]
-    return _ms(min(names, key=lambda name: row["median_ms"][name]))(row)
-
-
 def _shapes_text(_: Sequence[Row]) -> str:
     return (
         f"One layer's forward and backward pass in ms of the described device ({FLOPS / 1e12:g} "
@@ -121,9 +95,9 @@ def _shapes_text(_: Sequence[Row]) -> str:
     )
 
 
-def _shapes(_: Sequence[Row]) -> dict[str, Cell]:
+def _shapes(_: Sequence[Row]) -> pages.Columns:
     return {
-        "layer": lambda row: row["name"],
+        "layer": "{name}",
         "communication / computation": _ratio,
         "stock": _both("stock"),
         "stock, recompute": _both("recompute"),
@@ -133,7 +107,7 @@ def _shapes(_: Sequence[Row]) -> dict[str, Cell]:
         "recompute / auto": _faster("auto in it", "recompute"),
         "auto, nothing restored": _both("auto", searched=True),
         "stock / auto": _faster("auto", "stock"),
-        "steps tried": lambda row: f"{row['steps']['auto in it']}, {row['steps']['auto']}",
+        "steps tried": "{steps[auto in it]}, {steps[auto]}",
     }
 
 
@@ -150,7 +124,7 @@ def _balances_text(rows: Sequence[Row]) -> str:
     )
 
 
-def _balances(_: Sequence[Row]) -> dict[str, Cell]:
+def _balances(_: Sequence[Row]) -> pages.Columns:
     return {
         "communication / computation": _ratio,
         "stock": _both("stock"),
@@ -158,46 +132,6 @@ def _balances(_: Sequence[Row]) -> dict[str, Cell]:
         "best `s4` that needs no more": _s4,
         "recompute / `s4`": _faster("s4", "recompute"),
         "stock / `s4`": _faster("s4", "stock"),
-    }
-
-
-def _speed_text(_: Sequence[Row]) -> str:
-    return f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank."
-
-
-def _speed(_: Sequence[Row]) -> dict[str, Cell]:
-    return {
-        "communication / computation": _ratio,
-        "stock": _ms("stock"),
-        "`2`": _ms("2 none 2"),
-        "`4`": _ms("4 none 2"),
-        "dispatch-first, best n": _dispatch_first,
-        "chosen": _chosen,
-        "best of all": _ms_of("best"),
-        "stock / chosen": _faster("auto", "stock"),
-        "chosen / best": _over_best,
-        "steps tried": _steps,
-    }
-
-
-def _strategies_text(_: Sequence[Row]) -> str:
-    return (
-        f"The budget is half of what stock keeps for {IN_FLIGHT} microbatches in flight. *Link* is "
-        "a copy of the experts' input over their forward pass; what lies inside takes "
-        f"{KAPPA} times as long."
-    )
-
-
-def _strategies(_: Sequence[Row]) -> dict[str, Cell]:
-    return {
-        "communication / computation": _ratio,
-        "link": lambda row: f"{row['link']:g}",
-        "stock, over the budget": _ms("stock"),
-        "chosen": _chosen,
-        "best that fits": _ms_of("best"),
-        "worst that fits": _ms_of("worst"),
-        "chosen / best": _over_best,
-        "steps tried": _steps,
     }
 
 
@@ -209,7 +143,7 @@ def _memory_text(_: Sequence[Row]) -> str:
     )
 
 
-def _memory(rows: Sequence[Row]) -> dict[str, Cell]:
+def _memory(rows: Sequence[Row]) -> pages.Columns:
     peak = {row["way"]: row["peak_bytes"] for row in rows}
 
     def way(row: Row) -> list[str]:
@@ -221,9 +155,9 @@ def _memory(rows: Sequence[Row]) -> dict[str, Cell]:
     return {
         "chunks": lambda row: way(row)[0],
         "strategy": lambda row: way(row)[1],
-        "bytes": lambda row: f"{row['peak_bytes']:,}",
-        "of them shared buffers": lambda row: f"{row['buffers_bytes']:,}",
-        "on the host": lambda row: f"{row['host_bytes']:,}",
+        "bytes": "{peak_bytes:,}",
+        "of them shared buffers": "{buffers_bytes:,}",
+        "on the host": "{host_bytes:,}",
         "less than stock": lambda row: less(row, "stock"),
         "less than `none`": lambda row: less(
             row, "stock" if way(row)[0] == "1" else f"{way(row)[0]} none"
@@ -233,11 +167,9 @@ def _memory(rows: Sequence[Row]) -> dict[str, Cell]:
 
 # Part: its title, text and columns.
 TABLES: dict[
-    str, tuple[str, Callable[[Sequence[Row]], str], Callable[[Sequence[Row]], dict[str, Cell]]]
+    str, tuple[str, Callable[[Sequence[Row]], str], Callable[[Sequence[Row]], pages.Columns]]
 ] = {
     "shapes": ("Layers that people train", _shapes_text, _shapes),
     "balances": ("Memory of recomputation", _balances_text, _balances),
-    "speed": ("Nothing restored", _speed_text, _speed),
-    "strategies": ("Half the memory", _strategies_text, _strategies),
     "memory": ("Most bytes at once", _memory_text, _memory),
 }

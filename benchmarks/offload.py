@@ -17,7 +17,6 @@ import argparse
 import functools
 import statistics
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 
 from benchmarks import offload_host
 from benchmarks import page as pages
-from benchmarks.emulated import execute, gather, ranks, report_progress, timed
+from benchmarks.emulated import SleepingStages, execute, gather, ranks, report_progress, timed
 from benchmarks.page import Row, alternating, ratio
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice, Direction
@@ -61,17 +60,16 @@ class Hold(torch.autograd.Function):
         return grad, None, None
 
 
-class EmulatedRunner:
-    """A model whose passes take time and whose sets take memory, for the executor."""
+class OffloadedStages(SleepingStages):
+    """Stages whose sets take memory that ``store`` moves."""
 
-    def __init__(self, plan: Schedule, rank: int, store: ActivationStore, pause: float) -> None:
-        self._plan, self._rank, self._store, self._pause = plan, rank, store, pause
-        self._live: dict[tuple[int, int], Any] = {}
+    def __init__(self, plan: Schedule, store: ActivationStore, pause: float) -> None:
+        super().__init__(plan, (1,), lambda op, stage: pause)
+        self._store = store
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """F."""
-        time.sleep(self._pause)
+        self.spend(Op.F, chunk)
         key = (chunk, microbatch)
         x = torch.zeros(1) if x is None else x
         x.requires_grad_(True)
@@ -89,32 +87,26 @@ class EmulatedRunner:
     def backward(
         self, chunk: int, microbatch: int, grad: torch.Tensor | None, split: bool
     ) -> torch.Tensor | None:
-        """B or BW; what W needs stays until then."""
-        time.sleep(self._pause * (1 if split else 2))
+        self.spend(Op.B, chunk)
         x, y = self._live[chunk, microbatch]
         torch.autograd.backward(y, torch.ones(1) if grad is None else grad)
         self._live[chunk, microbatch] = None
         if not split:
-            self._finish((chunk, microbatch))
+            self.weight(chunk, microbatch)
         gradient: torch.Tensor = x.grad
         return gradient
 
     def weight(self, chunk: int, microbatch: int) -> None:
-        """W."""
-        time.sleep(self._pause)
-        self._finish((chunk, microbatch))
+        self.spend(Op.W, chunk)
+        key = (chunk, microbatch)
+        del self._kept[key], self._live[key]
+        self._store.finish(key)
 
     def move(self, op: Op, chunk: int, microbatch: int) -> None:
-        """OFFLOAD, RELEASE, PREPARE or RELOAD."""
         getattr(self._store, op.value.lower())((chunk, microbatch))
 
     def live_sets(self) -> int:
-        """On the device."""
         return self._store.device_sets()
-
-    def _finish(self, key: tuple[int, int]) -> None:
-        del self._kept[key], self._live[key]
-        self._store.finish(key)
 
 
 class Case:
@@ -137,7 +129,7 @@ class Case:
 
     def step(self) -> None:
         """One iteration."""
-        runner = EmulatedRunner(self.plan, self._rank, self.store, self._pause)
+        runner = OffloadedStages(self.plan, self.store, self._pause)
         recorder = execute(self.plan, runner, (1,), Watchdog(f"rank {self._rank}", 120.0))
         self.store.end_step()
         self.peak = max(self.peak, recorder.peak_sets)
@@ -205,17 +197,18 @@ def measure(name: str, k: str, rank: int, args: argparse.Namespace) -> list[Row]
     return rows
 
 
-def page(args: argparse.Namespace, data: Row) -> str:
-    """The results in Markdown, and the newest ones of ``--per-tensor``."""
+def body(data: Row) -> list[Any]:
+    """The page but for the host's part."""
+    columns: pages.Columns = {
+        "k": "{k}",
+        "offload": "{mode}",
+        "sets leave": "{moved:.0%}",
+        "sets (planned)": "{sets} ({planned_sets})",
+        "slower": "{slower:+.1%}",
+        "planned": "{planned_slower:+.1%}",
+        "late": "{late:.0%}",
+    }
     parts: list[Any] = [
-        pages.head(
-            "Offloading on an emulated link",
-            data,
-            "offload",
-            f"{data['pp']} gloo ranks, {data['microbatches']} microbatches, passes of "
-            f"{data['pass_ms']:g} ms, policy `{data['policy']}`, median of {data['repeats']} "
-            "alternating rounds",
-        ),
         "k = 2T is the time of a set's copies to the host and back over F+B+W of its chunk. "
         "*Slower* is against no offload in the same round, beside the plan's simulation; *sets* is "
         "the peak on any rank, counted in the run and in the plan; *late* is the share of copies "
@@ -224,49 +217,52 @@ def page(args: argparse.Namespace, data: Row) -> str:
     for name in dict.fromkeys(row["schedule"] for row in data["rows"]):
         chunks = CHUNKS.get(name)
         parts.append(f"## `{name}`{f', v = {chunks}' if chunks else ''}")
-        parts.append(
-            pages.table(
-                {
-                    "k": lambda row: row["k"],
-                    "offload": lambda row: row["mode"],
-                    "sets leave": lambda row: f"{row['moved']:.0%}",
-                    "sets (planned)": lambda row: f"{row['sets']} ({row['planned_sets']})",
-                    "slower": lambda row: f"{row['slower']:+.1%}",
-                    "planned": lambda row: f"{row['planned_slower']:+.1%}",
-                    "late": lambda row: f"{row['late']:.0%}",
-                },
-                [row for row in data["rows"] if row["schedule"] == name],
-            )
-        )
-    host = pages.newest(args, "offload-host")
-    return pages.text_of(*parts, *([] if host is None else offload_host.section(host)))
+        parts.append(pages.table(columns, [r for r in data["rows"] if r["schedule"] == name]))
+    return parts
+
+
+def what(data: Row) -> str:
+    """What was run."""
+    return (
+        f"{data['pp']} gloo ranks, {data['microbatches']} microbatches, passes of "
+        f"{data['pass_ms']:g} ms, policy `{data['policy']}`, median of {data['repeats']} "
+        "alternating rounds"
+    )
+
+
+BENCHMARK = pages.Benchmark(
+    "offload",
+    __doc__,
+    "Offloading on an emulated link",
+    what,
+    lambda data: [*body(data), *offload_host.section(pages.newest(data["folder"], "offload-host"))],
+    lambda args: ranks(args.pp, functools.partial(run_rank, args)),
+    {
+        "schedules": "v-half,interleaved,po,zb-h1",
+        "ks": (",".join(KS), "k = 2T, comma-separated"),
+        "pp": 4,
+        "microbatches": 16,
+        "policy": ("single", "or dual"),
+        "pass_ms": (10.0, "of one chunk's F"),
+        "repeats": 5,
+        "per_tensor": (False, "host time of a saved tensor (offload_host.py)"),
+    },
+    ("torch",),
+    extend=lambda parser: parser.add_argument(
+        "--against", type=Path, help="with --per-tensor: another checkout, in turn"
+    ),
+)
 
 
 def main() -> int:
-    """Run it; returns the exit status."""
-    parser = pages.parser_of(
-        __doc__,
-        schedules="v-half,interleaved,po,zb-h1",
-        ks=(",".join(KS), "k = 2T, comma-separated"),
-        pp=4,
-        microbatches=16,
-        policy=("single", "or dual"),
-        pass_ms=(10.0, "of one chunk's F"),
-        repeats=5,
-        per_tensor=(False, "host time of a saved tensor (offload_host.py)"),
-    )
-    parser.add_argument("--against", type=Path, help="with --per-tensor: another checkout, in turn")
-    args = parser.parse_args()
-    if args.per_tensor:
-        pages.save(args, "offload-host", offload_host.measure(args))
-        known = pages.newest(args, "offload")
-        if known is not None:
-            (args.output / "offload.md").write_text(page(args, known))
-        return 0
-    task = functools.partial(run_rank, args)
-    pages.run(
-        args, "offload", lambda: ranks(args.pp, task), functools.partial(page, args), ("torch",)
-    )
+    """Run it, or the host's part alone; returns the exit status."""
+    args = BENCHMARK.parser().parse_args()
+    if not args.per_tensor:
+        return BENCHMARK.run(args)
+    pages.save(args, "offload-host", offload_host.measure(args))
+    known = pages.newest(args.output, "offload")
+    if known is not None:
+        BENCHMARK.write(args.output, known)
     return 0
 
 

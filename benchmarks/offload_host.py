@@ -132,10 +132,12 @@ def measure(args: argparse.Namespace) -> Row:
     return {**about, "rounds": rounds}
 
 
-def section(data: Row) -> list[Any]:
-    """The results in Markdown."""
-    from benchmarks.page import table  # not of the other checkout, which may have none
+def section(data: Row | None) -> list[Any]:
+    """The results in Markdown; nothing if there are none."""
+    from benchmarks.page import ratio, table  # not of the other checkout, which may have none
 
+    if data is None:
+        return []
     rounds = data["rounds"]
     names = [name for name in ("before", "now") if name in rounds]
 
@@ -146,12 +148,12 @@ def section(data: Row) -> list[Any]:
 
         return cell
 
-    def ratio(part: str) -> str:
-        pairs = zip(rounds["now"], rounds["before"])
-        return f"{statistics.median(a[part] / b[part] for a, b in pairs):.2f}"
+    def change(part: str) -> str:
+        now, before = ([one[part] for one in rounds[name]] for name in ("now", "before"))
+        return f"{ratio(now, before):.2f}"
 
     columns: dict[str, Callable[[str], str]] = {"part": str, **{name: of(name) for name in names}}
-    columns |= {"ratio": ratio} if len(names) == 2 else {}
+    columns |= {"ratio": change} if len(names) == 2 else {}
     return [
         "## Host time of a saved tensor",
         f"`python -m benchmarks.offload --per-tensor`, {data['date']}: microseconds of Python for "

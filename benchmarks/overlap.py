@@ -11,9 +11,9 @@ results/DATE-overlap.json and overlap.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks import page as pages
 from benchmarks.page import Claim, Row
@@ -60,69 +60,65 @@ def combined(schedule: Schedule) -> Schedule:
     return schedule.with_ranks(ranks)
 
 
-def rows_of(size: Size) -> list[Row]:
+def rows_of(size: Size) -> Iterator[Row]:
     """All orders of one size: ``what`` it is, the ``share`` of stock's memory that it may take
     (None: what it takes), its ``schedule``, ``makespan`` and how much ``slower`` it is than stock's
     combined schedule, ``memory`` in sets of a rank's layers for one microbatch and over stock's,
     and the share of the communication that is ``hidden``, in all and in steady state."""
-    pp, microbatches, exchange = size
-    costs = size.costs
-    rows: list[Row] = []
 
-    def made(name: str, **options: object) -> tuple[str, Simulation]:
-        found = select(ScheduleSpec(name, pp, microbatches, costs=costs, **options))  # type: ignore[arg-type]
+    def made(name: str, **options: Any) -> tuple[str, Simulation]:
+        spec = ScheduleSpec(name, size.pp, size.microbatches, costs=size.costs, **options)
+        found = select(spec)
         return found.spec.name, simulate(found.schedule)
 
-    interleaved = select(ScheduleSpec("interleaved", pp, microbatches, 2, costs=costs)).schedule
+    spec = ScheduleSpec("interleaved", size.pp, size.microbatches, 2, costs=size.costs)
+    interleaved = select(spec).schedule
     stock = simulate(combined(interleaved))
     most = max(stock.peak_activation)
     named = made("interleaved", chunks=2, overlap=True)[1]
     # The page says that they are alike.
     assert (named.makespan, max(named.peak_sets)) == (stock.makespan, max(stock.peak_sets)), size
 
-    def add(what: str, share: Fraction | None, name: str, run: Simulation) -> None:
+    def row(what: str, share: Fraction | None, name: str, run: Simulation) -> Row:
         memory = max(run.peak_activation)
-        rows.append(
-            {
-                "pp": pp,
-                "microbatches": microbatches,
-                "exchange": float(exchange),
-                "what": what,
-                "share": None if share is None else float(share),
-                "schedule": name,
-                "makespan": float(run.makespan),
-                "slower": float(run.makespan / stock.makespan) - 1,
-                "memory": float(memory),
-                "of_stock": float(memory / most),
-                "hidden": float(run.hidden_exchange or 0),
-                "steady": float(run.hidden_steady or 0),
-            }
-        )
-        print(rows[-1], flush=True)
+        return {
+            "pp": size.pp,
+            "microbatches": size.microbatches,
+            "exchange": float(size.exchange),
+            "what": what,
+            "share": None if share is None else float(share),
+            "schedule": name,
+            "makespan": float(run.makespan),
+            "slower": float(run.makespan / stock.makespan) - 1,
+            "memory": float(memory),
+            "of_stock": float(memory / most),
+            "hidden": float(run.hidden_exchange or 0),
+            "steady": float(run.hidden_steady or 0),
+        }
 
-    add(STOCK, None, "interleaved", stock)
-    add(ALONE, None, "interleaved", simulate(interleaved))
-    add(DUALPIPEV, None, *made("dualpipev"))
+    yield row(STOCK, None, "interleaved", stock)
+    yield row(ALONE, None, "interleaved", simulate(interleaved))
+    yield row(DUALPIPEV, None, *made("dualpipev"))
     for what, names in ((OURS, NAMES), (UNPAIRED, SINGLE)):
         found: tuple[str, Simulation] | None = None
         for share in SHARES:
             # What is best in more memory and needs no more than this is the best here, too.
             if found is None or max(found[1].peak_activation) > share * most:
-                cap = ShareCap(share * most / pp)
+                cap = ShareCap(share * most / size.pp)
                 found = made("auto", cap=cap, overlap=what == OURS, names=names)
-            add(what, share, *found)
-    return rows
+            yield row(what, share, *found)
 
 
 def measure(sizes: str) -> Row:
     """All rows; progress on the terminal."""
-    cells = [
-        Size(pp, times * pp, exchange)
-        for pp in map(int, sizes.split(","))
-        for exchange in EXCHANGES
-        for times in (4, 8)
-    ]
-    return {"rows": [row for size in cells for row in rows_of(size)]}
+    rows = []
+    for pp in map(int, sizes.split(",")):
+        for exchange in EXCHANGES:
+            for times in (4, 8):
+                for row in rows_of(Size(pp, times * pp, exchange)):
+                    rows.append(row)
+                    print(row, flush=True)
+    return {"rows": rows}
 
 
 def claims(data: Row) -> list[Claim]:
@@ -181,17 +177,22 @@ def _statements(rows: Sequence[Row]) -> list[str]:
     return out
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
-    return pages.text_of(
-        pages.head(
-            "Passes in pairs",
-            data,
-            "overlap",
-            "**simulated, no measurement**; a rank computes F = B = W = 1 a microbatch, F and B "
-            "exchange tokens with experts on other ranks for *exchange* besides, so F and B take "
-            "1 + exchange",
-        ),
+def body(data: Row) -> list[Any]:
+    """The page."""
+    columns: pages.Columns = {
+        "p": "{pp}",
+        "m": "{microbatches}",
+        "exchange": "{exchange:g}",
+        "order": "{what}",
+        "cap": lambda row: "" if row["share"] is None else f"{row['share']:.0%}",
+        "schedule": "{schedule}",
+        "time": "{makespan:g}",
+        "beside stock combined": "{slower:+.1%}",
+        "memory": "{memory:g}",
+        "hidden": "{hidden:.1%}",
+        "in steady state": "{steady:.1%}",
+    }
+    return [
         "A pair takes the longer of its computation and its communication, and no less than either "
         f"pass alone. *{STOCK}*: Megatron's `--overlap-moe-expert-parallel-comm` with two chunks a "
         "rank: one more F before the first B, then every B beside an F. `interleaved` with overlap "
@@ -202,35 +203,24 @@ def page(data: Row) -> str:
         "communication, in all and between a rank's first backward and last forward pass.",
         pages.verdicts(claims(data)),
         _statements(data["rows"]),
-        pages.table(
-            {
-                "p": lambda row: row["pp"],
-                "m": lambda row: row["microbatches"],
-                "exchange": lambda row: f"{row['exchange']:g}",
-                "order": lambda row: row["what"],
-                "cap": lambda row: "" if row["share"] is None else f"{row['share']:.0%}",
-                "schedule": lambda row: row["schedule"],
-                "time": lambda row: f"{row['makespan']:g}",
-                "beside stock combined": lambda row: f"{row['slower']:+.1%}",
-                "memory": lambda row: f"{row['memory']:g}",
-                "hidden": lambda row: f"{row['hidden']:.1%}",
-                "in steady state": lambda row: f"{row['steady']:.1%}",
-            },
-            data["rows"],
-        ),
-    )
+        pages.table(columns, data["rows"]),
+    ]
 
 
-def main() -> int:
-    """Run and save; returns the exit status."""
-    args = pages.parser_of(
-        __doc__,
-        sizes=("4,8", "pipeline ranks"),
-        check=(False, "exit with 1 if the aim is missed"),
-    ).parse_args()
-    data = pages.run(args, "overlap", lambda: measure(args.sizes), page)
-    return pages.missed(args, claims(data))
-
+BENCHMARK = pages.Benchmark(
+    "overlap",
+    __doc__,
+    "Passes in pairs",
+    lambda data: (
+        "**simulated, no measurement**; a rank computes F = B = W = 1 a microbatch, F and B "
+        "exchange tokens with experts on other ranks for *exchange* besides, so F and B take "
+        "1 + exchange"
+    ),
+    body,
+    lambda args: measure(args.sizes),
+    {"sizes": ("4,8", "pipeline ranks")},
+    claims=claims,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

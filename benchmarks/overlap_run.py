@@ -21,6 +21,7 @@ import sys
 import tempfile
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from benchmarks import page as pages
 from benchmarks.page import Row
@@ -115,68 +116,67 @@ def measure(args: argparse.Namespace, server: ScriptServer, folder: Path) -> lis
     return rows
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
+def body(data: Row) -> list[Any]:
+    """The page."""
     rows = data["rows"]
     stock = next(row for row in rows if row["name"] == "stock, combined 1F1B")
-    return pages.text_of(
-        pages.head(
-            "Steps with passes in pairs, with emulated times",
-            data,
-            "overlap_run",
-            f"the unmodified `pretrain_gpt.py` of {data['checkout']} on {2 * data['pp']} gloo "
-            f"ranks, PP {data['pp']}, EP 2, one layer a stage, two stages a rank, m = "
-            f"{data['microbatches']}; computation of a rank's F, B and W {data['unit_ms']:g} ms "
-            f"each, all-to-alls {data['exchange']:g} times as long in F and in B. Medians of "
-            f"{data['steps']} steps after the first",
-        ),
+    columns: pages.Columns = {
+        "run": "{name}",
+        "peak": "{peak:g}",
+        "hidden": "{hidden_steady:.0%}",
+        "simulated s": "{simulated:.3f}",
+        "measured s": "{step:.3f}",
+        "error": lambda row: f"{row['step'] / row['simulated'] - 1:+.1%}",
+        "over stock combined": lambda row: f"{row['step'] / stock['step']:.3f}",
+    }
+    return [
         "Streams are emulated by their clocks: what a layer's part takes, and which stream it "
         "runs on, counts; computation and messages of the machine itself come on top. All runs of "
         "one placement computed the same losses, bit for bit. *Peak* is in microbatches of a rank; "
         "*hidden* is the simulated share of the all-to-alls behind computation, between a rank's "
         "first B and its last F.",
-        pages.table(
-            {
-                "run": lambda row: row["name"],
-                "peak": lambda row: f"{row['peak']:g}",
-                "hidden": lambda row: f"{row['hidden_steady']:.0%}",
-                "simulated s": lambda row: f"{row['simulated']:.3f}",
-                "measured s": lambda row: f"{row['step']:.3f}",
-                "error": lambda row: f"{row['step'] / row['simulated'] - 1:+.1%}",
-                "over stock combined": lambda row: f"{row['step'] / stock['step']:.3f}",
-            },
-            rows,
-        ),
-    )
+        pages.table(columns, rows),
+    ]
 
 
-def main() -> int:
-    """Run it; returns the exit status."""
-    parser = pages.parser_of(
-        __doc__,
-        pp=4,
-        microbatches=16,
-        unit_ms=(100.0, "a rank's F without exchange"),
-        exchange=(Fraction(1, 2), "of computation"),
-        steps=3,
-    )
-    parser.add_argument("checkout", type=Path, nargs="?", help="of Megatron-LM")
-    args = parser.parse_args()
-    if args.checkout is None and args.page_of is None:
-        parser.error("give a checkout of Megatron-LM, or --page-of FILE")
+def with_server(args: argparse.Namespace) -> Row:
+    """All runs of one checkout."""
+    if args.checkout is None:
+        raise SystemExit("give a checkout of Megatron-LM, or --page-of FILE")
+    script = args.checkout / "pretrain_gpt.py"
+    with (
+        ScriptServer(script, modules=["tests.support", "benchmarks"]) as server,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        rows = measure(args, server, Path(folder))
+    return {"checkout": args.checkout.name.partition("-")[0], "rows": rows}
 
-    def found() -> Row:
-        script = args.checkout / "pretrain_gpt.py"
-        with (
-            ScriptServer(script, modules=["tests.support", "benchmarks"]) as server,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            rows = measure(args, server, Path(folder))
-        return {"checkout": args.checkout.name.partition("-")[0], "rows": rows}
 
-    pages.run(args, "overlap-run", found, page, ("torch",))
-    return 0
-
+BENCHMARK = pages.Benchmark(
+    "overlap-run",
+    __doc__,
+    "Steps with passes in pairs, with emulated times",
+    lambda data: (
+        f"the unmodified `pretrain_gpt.py` of {data['checkout']} on {2 * data['pp']} gloo "
+        f"ranks, PP {data['pp']}, EP 2, one layer a stage, two stages a rank, m = "
+        f"{data['microbatches']}; computation of a rank's F, B and W {data['unit_ms']:g} ms "
+        f"each, all-to-alls {data['exchange']:g} times as long in F and in B. Medians of "
+        f"{data['steps']} steps after the first"
+    ),
+    body,
+    with_server,
+    {
+        "pp": 4,
+        "microbatches": 16,
+        "unit_ms": (100.0, "a rank's F without exchange"),
+        "exchange": (Fraction(1, 2), "of computation"),
+        "steps": 3,
+    },
+    ("torch",),
+    extend=lambda parser: parser.add_argument(
+        "checkout", type=Path, nargs="?", help="of Megatron-LM"
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

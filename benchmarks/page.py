@@ -1,7 +1,7 @@
 """What all benchmarks share: options, files of results, and pages of tables and verdicts.
 
-``run`` writes ``results/DATE-NAME.json`` and ``NAME.md``; with ``--page-of FILE`` it writes the
-page of earlier results. Needs a bare Python.
+A ``Benchmark`` writes ``results/DATE-NAME.json`` and ``NAME.md``; with ``--page-of FILE`` it writes
+the page of earlier results. Needs a bare Python.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,8 @@ HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
 Key = TypeVar("Key")
 Found = TypeVar("Found")
+# A column's cells: a format string of a row's fields, or a function of the row.
+Columns = Mapping[str, str | Callable[[Any], object]]
 
 
 class Claim(NamedTuple):
@@ -63,35 +66,69 @@ def parser_of(doc: str | None, **options: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def run(
-    args: argparse.Namespace,
-    name: str,
-    measure: Callable[[], Row],
-    page: Callable[[Row], str],
-    packages: Sequence[str] = (),
-) -> Row:
-    """Measure, and write results and page; returns the results.
+@dataclass(frozen=True)
+class Benchmark:
+    """One command with a page.
 
-    Args:
-        args: of ``parser_of``. Numbers and words among them are in the results.
-        measure: gives the results alone.
-        page: Markdown of the results.
+    Attributes:
+        name: of its results and, with ``_`` for ``-``, of its module and page.
+        doc: of its module.
+        title: of its page.
+        what: what was run, for the page's first line, by the results.
+        body: the rest of the page, by the results: paragraphs and tables.
+        measure: the results alone. Numbers and words among its arguments are added.
+        options: as of ``parser_of``.
         packages: whose versions matter; with one, the priority of processes does, too.
+        claims: by the results; ``--check`` then exits with 1 if one does not hold.
+        extend: adds other options.
+        report: the exit status, by the results, in place of the claims'.
     """
-    if args.page_of is None:
-        (args.output / "results").mkdir(parents=True, exist_ok=True)
-        started, before = time.perf_counter(), load()
-        found = measure()
-        data = about(args, packages) | found
-        data.setdefault("load", f"{before} before and {load()} after")
-        data.setdefault("seconds", round(time.perf_counter() - started, 1))
-        save(args, name, data)
-    else:
-        data = json.loads(args.page_of.read_text(encoding="utf-8"))
-        data["results"] = f"results/{args.page_of.name}"
-    target = args.output / f"{name.replace('-', '_')}.md"
-    target.write_text(page(data), encoding="utf-8")
-    return data
+
+    name: str
+    doc: str | None
+    title: str
+    what: Callable[[Row], str]
+    body: Callable[[Row], Iterable[str | Iterable[str]]]
+    measure: Callable[[argparse.Namespace], Row]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    packages: Sequence[str] = ()
+    claims: Callable[[Row], list[Claim]] | None = None
+    extend: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    report: Callable[[Row], int] = lambda data: 0
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Measure, write results and page; returns the exit status."""
+        return self.run(self.parser().parse_args(argv))
+
+    def parser(self) -> argparse.ArgumentParser:
+        """Of the command line."""
+        parser = parser_of(self.doc, **self.options)
+        if self.claims is not None:
+            parser.add_argument("--check", action="store_true", help="exit with 1 on a miss")
+        self.extend(parser)
+        return parser
+
+    def run(self, args: argparse.Namespace) -> int:
+        """As ``main``, with parsed arguments."""
+        if args.page_of is None:
+            (args.output / "results").mkdir(parents=True, exist_ok=True)
+            started, before = time.perf_counter(), load()
+            found = self.measure(args)
+            data = about(args, self.packages) | found
+            data.setdefault("load", f"{before} before and {load()} after")
+            data.setdefault("seconds", round(time.perf_counter() - started, 1))
+            save(args, self.name, data)
+        else:
+            data = json.loads(args.page_of.read_text(encoding="utf-8"))
+            data["results"] = f"results/{args.page_of.name}"
+        self.write(args.output, data)
+        return self.report(data) if self.claims is None else missed(args, self.claims(data))
+
+    def write(self, folder: Path, data: Row) -> None:
+        """The page of results; ``body`` finds other results in ``data["folder"]``."""
+        data, name = {**data, "folder": folder}, self.name.replace("-", "_")
+        text = text_of(head(self.title, data, name, self.what(data)), *self.body(data))
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 def about(args: argparse.Namespace, packages: Sequence[str] = ()) -> Row:
@@ -129,9 +166,9 @@ def lines(data: Row) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def newest(args: argparse.Namespace, name: str) -> Row | None:
-    """The newest results with a name in the folder; None if there are none."""
-    found = sorted((args.output / "results").glob(f"????-??-??-{name}.json"))
+def newest(folder: Path, name: str) -> Row | None:
+    """The newest results with a name below ``folder``; None if there are none."""
+    found = sorted((folder / "results").glob(f"????-??-??-{name}.json"))
     return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
 
 
@@ -167,7 +204,7 @@ def ratio(ours: list[float], base: list[float]) -> float:
 def head(title: str, data: Row, command: str, what: str) -> list[str]:
     """A page's title, and the line that says what was run, when and on what."""
     versions = {"python": "Python", "torch": "torch", "megatron": "megatron-core"}
-    on = [f"{text} {data[key]}" for key, text in versions.items() if key in data]
+    on = [f"{text} {data[key]}" for key, text in versions.items() if data.get(key)]
     on += [data["machine"]] if "machine" in data else []
     on += [f"ranks at {data['priority']}"] if "priority" in data else []
     on += [f"load {data['load']}"] if "load" in data else []
@@ -190,9 +227,10 @@ def grid(heads: Sequence[str], cells: Iterable[Sequence[object]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (list(heads), marks, *lines)]
 
 
-def table(columns: Mapping[str, Callable[[Any], object]], rows: Iterable[Any]) -> list[str]:
-    """A table of ``rows``; a column's function gives the cell of a row."""
-    return grid(list(columns), ([cell(row) for cell in columns.values()] for row in rows))
+def table(columns: Columns, rows: Iterable[Any]) -> list[str]:
+    """A table with ``columns`` of ``rows``."""
+    cells = [cell.format_map if isinstance(cell, str) else cell for cell in columns.values()]
+    return grid(list(columns), ([cell(row) for cell in cells] for row in rows))
 
 
 def verdicts(claims: Sequence[Claim]) -> list[str]:

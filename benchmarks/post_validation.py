@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -135,37 +136,27 @@ class Trainer:
         }
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
-    return pages.text_of(
-        pages.head(
-            "Optimizer post-validation",
-            data,
-            "post_validation",
-            f"gloo ranks, F, B, W of a microbatch {data['passes']} ms, {data['iterations']} "
-            f"iterations, {data['rounds']} rounds. The time from one iteration to the next, in the "
-            "training loop of the checkout",
-        ),
-        pages.table(
-            {
-                "schedule": lambda row: row["schedule"],
-                "p": lambda row: row["pp"],
-                "m": lambda row: row["microbatches"],
-                "without, s": lambda row: f"{row['usual']:.3f}",
-                "without, simulated": lambda row: f"{row['simulated_usual']:.3f}",
-                "with, s": lambda row: f"{row['ahead']:.3f}",
-                "with, simulated": lambda row: f"{row['simulated_ahead']:.3f}",
-                "gain": lambda row: f"{row['gain']:.2%}",
-                "gain, simulated": lambda row: f"{row['simulated_gain']:.2%}",
-                "an undone step costs": lambda row: f"{row['undone']:.2f} iterations",
-                "bit for bit": lambda row: "yes" if row["same"] else "**no**",
-            },
-            data["rows"],
-        ),
+def body(data: Row) -> list[Any]:
+    """The page."""
+    columns: pages.Columns = {
+        "schedule": "{schedule}",
+        "p": "{pp}",
+        "m": "{microbatches}",
+        "without, s": "{usual:.3f}",
+        "without, simulated": "{simulated_usual:.3f}",
+        "with, s": "{ahead:.3f}",
+        "with, simulated": "{simulated_ahead:.3f}",
+        "gain": "{gain:.2%}",
+        "gain, simulated": "{simulated_gain:.2%}",
+        "an undone step costs": "{undone:.2f} iterations",
+        "bit for bit": lambda row: "yes" if row["same"] else "**no**",
+    }
+    return [
+        pages.table(columns, data["rows"]),
         "Measured times hold what the simulated ones do not: the optimizer, Megatron's own work, "
         "and messages. An undone step costs what all iterations of a run with one "
         "undone step took, less as many median ones.",
-    )
+    ]
 
 
 def measure(args: argparse.Namespace) -> Row:
@@ -188,18 +179,26 @@ def measure(args: argparse.Namespace) -> Row:
     return {"megatron": TAG, "load": f"{min(load):.1f} to {max(load):.1f}", "rows": rows}
 
 
-def main() -> None:
-    """Run and save."""
-    args = pages.parser_of(
-        __doc__,
-        schedules="v-zb,zb-h2",
-        sizes=("4x8,8x16", "ranks x microbatches"),
-        passes=("100,100,100", "milliseconds of F, B, W"),
-        iterations=12,
-        rounds=3,
-    ).parse_args()
-    pages.run(args, "post-validation", lambda: measure(args), page, ("torch",))
-
+BENCHMARK = pages.Benchmark(
+    "post-validation",
+    __doc__,
+    "Optimizer post-validation",
+    lambda data: (
+        f"gloo ranks, F, B, W of a microbatch {data['passes']} ms, {data['iterations']} "
+        f"iterations, {data['rounds']} rounds. The time from one iteration to the next, in the "
+        "training loop of the checkout"
+    ),
+    body,
+    measure,
+    {
+        "schedules": "v-zb,zb-h2",
+        "sizes": ("4x8,8x16", "ranks x microbatches"),
+        "passes": ("100,100,100", "milliseconds of F, B, W"),
+        "iterations": 12,
+        "rounds": 3,
+    },
+    ("torch",),
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from benchmarks import page as pages
 from benchmarks.bridge_recipes import FACTS as RECIPES
 from megatron_ext.plan import launches, times
 from megatron_ext.plan.alone import without_pipeline
@@ -192,16 +193,13 @@ def page(found: list[Run]) -> str:
         f"{_range(some)} (root mean square {rms(some):.0%}, {len(some)} runs)"
         for some in (*groups, whole)
     ]
-    lines = [
+    introduction = _INTRODUCTION.format(len(found), data["source"], data["commit"][:12], *numbers)
+    return pages.text_of(
         "# Published runs beside predictions",
-        "",
-        _INTRODUCTION.format(len(found), data["source"], data["commit"][:12], *numbers),
-        *("| " + " | ".join(row) + " |" for row in (_HEAD, ("---",) * len(_HEAD))),
-        *("| " + " | ".join(_cells(one)) + " |" for one in found),
-        "",
+        introduction,
+        pages.grid(_HEAD, map(_cells, found)),
         _NOTES.format(launches.HOST_S * 1e6),
-    ]
-    return "\n".join(lines)
+    )
 
 
 def _cells(one: Run) -> tuple[str, ...]:
@@ -257,8 +255,7 @@ all runs in sight, after about seven others, and many held-out runs are configur
 fitted half in another container. So a model or a container of another kind may be further off, as
 gpt-oss is: with it the error of the held-out half is about 38 %.
 
-`plan` prints the error of the runs of a job's kind.
-"""
+`plan` prints the error of the runs of a job's kind."""
 _NOTES = """\
 ## What made predictions with experts too fast
 
@@ -291,8 +288,7 @@ Assumed: the fusions of the container, and the layout where layers do not divide
 have equal loads in the runs, too. The all-to-all runs at the rate of the links and is not hidden
 without pairs. The model's FLOPs are counted as in `plan/throughput.py`; published ones
 are the same except for windows of attention. Memory is not published with these runs, so it is not
-compared here.
-"""
+compared here."""
 
 
 if __name__ == "__main__":

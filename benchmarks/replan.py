@@ -132,61 +132,51 @@ def run_rank(args: argparse.Namespace, rank: int) -> Row:
     return {"rows": rows}
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
-    f, b, w = data["passes"].split(",")
+def body(data: Row) -> list[Any]:
+    """The page."""
     lost = [f"`{row['schedule']}`" for row in data["rows"] if row["simulated_gain"] <= 0]
-    return pages.text_of(
-        pages.head(
-            "Re-planning for measured costs",
-            data,
-            "replan",
-            f"{data['pp']} gloo ranks, {data['microbatches']} microbatches, emulated passes F {f}, "
-            f"B {b}, W {w} ms, the last stage {data['heavy']:g} times as long; medians of "
-            f"{data['rounds']} alternating rounds",
-        ),
+    columns: pages.Columns = {
+        "schedule": "`{schedule}`",
+        "equal s (simulated)": "{equal:.2f} ({simulated_equal:.2f})",
+        "re-planned s (simulated)": "{replanned:.2f} ({simulated_replanned:.2f})",
+        "error": "{error:+.1%}",
+        "gain (simulated)": "{gain:.1%} ({simulated_gain:.1%})",
+        "points": lambda row: f"{100 * (row['gain'] - row['simulated_gain']):+.1f}",
+        "results": lambda row: "equal" if row["same"] else "DIFFERENT",
+    }
+    return [
         "The order for equal costs runs one step and is measured; all ranks agree on the profile, "
         "and the order is made again as under `--pp-profile-steps 1`. *Simulated* is the "
         "simulator's step time for the measured profile. *Error* is measured over simulated of "
         "the re-planned order. *Points* is how far the measured gain is from the simulated one.",
-        pages.table(
-            {
-                "schedule": lambda row: f"`{row['schedule']}`",
-                "equal s (simulated)": lambda row: (
-                    f"{row['equal']:.2f} ({row['simulated_equal']:.2f})"
-                ),
-                "re-planned s (simulated)": lambda row: (
-                    f"{row['replanned']:.2f} ({row['simulated_replanned']:.2f})"
-                ),
-                "error": lambda row: f"{row['error']:+.1%}",
-                "gain (simulated)": lambda row: f"{row['gain']:.1%} ({row['simulated_gain']:.1%})",
-                "points": lambda row: f"{100 * (row['gain'] - row['simulated_gain']):+.1f}",
-                "results": lambda row: "equal" if row["same"] else "DIFFERENT",
-            },
-            data["rows"],
-        ),
+        pages.table(columns, data["rows"]),
         f"Nothing to gain, and the order stays: {', '.join(lost)}." if lost else "",
         "Gains are small where one rank has most of the work: no order makes the heavy stage "
         "shorter, only another layer split does (`megatron-ext plan`). They are large where the "
         "order for equal costs puts passes of unequal length into each other's gaps.",
-    )
+    ]
 
 
-def main() -> int:
-    """Run it; returns the exit status."""
-    args = pages.parser_of(
-        __doc__,
-        schedules="v-min,v-zb,interleaved-zb,zb-h1",
-        pp=4,
-        microbatches=8,
-        passes=("120,200,100", "F,B,W of a stage, in ms"),
-        heavy=(1.5, "times that, the last stage"),
-        rounds=3,
-    ).parse_args()
-    task = functools.partial(run_rank, args)
-    pages.run(args, "replan", lambda: ranks(args.pp, task), page, ("torch",))
-    return 0
-
+BENCHMARK = pages.Benchmark(
+    "replan",
+    __doc__,
+    "Re-planning for measured costs",
+    lambda data: (
+        "{pp} gloo ranks, {microbatches} microbatches, emulated passes F {0}, B {1}, W {2} ms, the "
+        "last stage {heavy:g} times as long; medians of {rounds} alternating rounds"
+    ).format(*data["passes"].split(","), **data),
+    body,
+    lambda args: ranks(args.pp, functools.partial(run_rank, args)),
+    {
+        "schedules": "v-min,v-zb,interleaved-zb,zb-h1",
+        "pp": 4,
+        "microbatches": 8,
+        "passes": ("120,200,100", "F,B,W of a stage, in ms"),
+        "heavy": (1.5, "times that, the last stage"),
+        "rounds": 3,
+    },
+    ("torch",),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -19,21 +19,19 @@ from benchmarks.schedule_sweep import (
 )
 
 
-def page(data: dict[str, Any]) -> str:
-    """The results in Markdown."""
+def what(data: dict[str, Any]) -> str:
+    """What was run."""
+    torch = "with torch's own action lists" if data["torch"] else "without torch"
+    return f"`{data['scope']}`, {torch}; the load matters to the generation times alone"
+
+
+def body(data: dict[str, Any]) -> list[Any]:
+    """The page."""
     rows = from_json(data["rows"])
     claims = [Claim(**claim) for claim in data["claims"]]
     failed = sum(claim.holds is False for claim in claims)
     checked = sum(claim.holds is not None for claim in claims)
-    torch = f"torch {data['torch']}'s own action lists" if data["torch"] else "no torch"
-    about = {key: value for key, value in data.items() if key != "torch"}
-    return pages.text_of(
-        pages.head(
-            "Schedules: claims, table, losses",
-            about,
-            "schedules",
-            f"`{data['scope']}`, with {torch}; the load matters to the generation times alone",
-        ),
+    return [
         "Run it again, from the repository's root; only the comparison with torch needs "
         "anything installed:",
         [
@@ -57,7 +55,7 @@ def page(data: dict[str, Any]) -> str:
         *_faster(rows),
         "## Table",
         *_tables(rows),
-    )
+    ]
 
 
 def _claims(claims: Sequence[Claim]) -> Iterator[Any]:
@@ -68,19 +66,15 @@ def _claims(claims: Sequence[Claim]) -> Iterator[Any]:
 
 def _losses(rows: Sequence[Row], with_torch: bool) -> Iterator[Any]:
     def table(names: Sequence[str], winners: str) -> list[str]:
-        return pages.table(
-            {
-                "loses": lambda one: f"`{one['loser']}`",
-                "settings lost": lambda one: f"{one['lost']} of {one['settings']}",
-                "of them to one with no more memory": lambda one: one["at_no_more_memory"],
-                "worst": lambda one: (
-                    f"{100 * one['worst']:.1f} % longer" if one["lost"] else "never"
-                ),
-                "there": lambda one: one["where"],
-                "memory of winner and loser": lambda one: one["memory"],
-            },
-            [losses(rows, name, winners) for name in names],
-        )
+        columns: pages.Columns = {
+            "loses": "`{loser}`",
+            "settings lost": "{lost} of {settings}",
+            "of them to one with no more memory": "{at_no_more_memory}",
+            "worst": lambda one: f"{100 * one['worst']:.1f} % longer" if one["lost"] else "never",
+            "there": "{where}",
+            "memory of winner and loser": "{memory}",
+        }
+        return pages.table(columns, [losses(rows, name, winners) for name in names])
 
     yield (
         f"In how many of the {len({row.setting for row in rows})} settings some order of "

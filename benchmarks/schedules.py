@@ -13,19 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import page as pages
 from benchmarks import torch_lists
-from benchmarks.page import Claim
+from benchmarks.page import Claim, Row
 from benchmarks.schedule_claims import TIMES, against_torch, all_claims, generation_times
-from benchmarks.schedule_page import page, plot_settings
+from benchmarks.schedule_page import body, plot_settings, what
 from benchmarks.schedule_plot import pareto
 from benchmarks.schedule_scope import SCOPES, Scope
 from benchmarks.schedule_sweep import (
     COLUMNS,
-    Row,
     caps_curve,
     describe,
     from_json,
@@ -33,29 +31,14 @@ from benchmarks.schedule_sweep import (
     sweep,
     to_json,
 )
+from benchmarks.schedule_sweep import Row as Entry
 
 # Claims that are known not to hold; docs/concepts/schedules.md says so and why.
 KNOWN_MISSES = ("above 6m + max(6p - 3k - 1, p - 1), the bound of the smallest pipelines",)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; returns the exit status."""
-    parser = pages.parser_of(
-        __doc__,
-        scope=("full", f"{', '.join(SCOPES)}: from an hour to next to nothing"),
-        resume=(False, "keep the settings that an interrupted run of the same code has left"),
-        no_torch=(False, "our schedules only"),
-    )
-    parser.add_argument(
-        "--times-again",
-        type=Path,
-        metavar="FILE",
-        help="keep these results; take only the generation times again, on a quieter machine, say",
-    )
-    args = parser.parse_args(argv)
-    if args.scope not in SCOPES:
-        parser.error(f"--scope is one of {', '.join(SCOPES)}, not {args.scope}")
-    data = pages.run(args, "schedules", lambda: measure(args), page)
+def report(data: Row) -> int:
+    """Print the claims; exit status 1 if one fails that is no time and no known miss."""
     claims = [Claim(**claim) for claim in data["claims"]]
     for claim in claims:
         mark = {True: "ok  ", False: "FAIL", None: "    "}[claim.holds]
@@ -67,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(wrong))
 
 
-def measure(args: argparse.Namespace) -> pages.Row:
+def measure(args: argparse.Namespace) -> Row:
     """All claims and rows, and the plots."""
+    if args.scope not in SCOPES:
+        raise SystemExit(f"--scope is one of {', '.join(SCOPES)}, not {args.scope}")
     scope, version = SCOPES[args.scope], None if args.no_torch else torch_lists.version()
     if args.times_again is not None:
         data = json.loads(args.times_again.read_text())
@@ -93,7 +78,7 @@ def measure(args: argparse.Namespace) -> pages.Row:
     return {**kept, "claims": [claim._asdict() for claim in claims]}
 
 
-def table(scope: Scope, with_torch: bool, part: Path) -> list[Row]:
+def table(scope: Scope, with_torch: bool, part: Path) -> list[Entry]:
     """Every setting's rows; ``part`` has those of an interrupted run, and grows by the others."""
     lines = part.read_text().splitlines() if part.exists() else []
     rows = [row for line in lines for row in from_json(json.loads(line))]
@@ -109,5 +94,26 @@ def table(scope: Scope, with_torch: bool, part: Path) -> list[Row]:
     return rows
 
 
+BENCHMARK = pages.Benchmark(
+    "schedules",
+    __doc__,
+    "Schedules: claims, table, losses",
+    what,
+    body,
+    measure,
+    {
+        "scope": ("full", f"{', '.join(SCOPES)}: from an hour to next to nothing"),
+        "resume": (False, "keep the settings that an interrupted run of the same code has left"),
+        "no_torch": (False, "our schedules only"),
+    },
+    extend=lambda parser: parser.add_argument(
+        "--times-again",
+        type=Path,
+        metavar="FILE",
+        help="keep these results; take only the generation times again, on a quieter machine, say",
+    ),
+    report=report,
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

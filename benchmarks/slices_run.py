@@ -111,57 +111,42 @@ def emulated(args: argparse.Namespace) -> list[Row]:
     ]
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
+def body(data: Row) -> list[Any]:
+    """The page."""
     cuts = [int(n) for n in data["cuts"].split(",")]
-    steps = data["steps"]
     first = 2  # of the losses: what came before is in the checkpoint that both begin with
     apart = [abs(b / a - 1) for a, b in zip(data["whole"], data["sliced"])]
     rows = [
         {
             "step": at,
-            "slices": cuts[(at - 1) // steps],
-            "whole": f"{data['whole'][at - first]:.6f}",
-            "sliced": f"{data['sliced'][at - first]:.6f}",
-            "apart": f"{apart[at - first]:.1e}",
+            "slices": cuts[(at - 1) // data["steps"]],
+            "loss, whole sequences": f"{data['whole'][at - first]:.6f}",
+            "loss, slices": f"{data['sliced'][at - first]:.6f}",
+            "relative difference": f"{apart[at - first]:.1e}",
         }
         for at in _shown(first, len(apart) + 1)
     ]
-    what = (
-        f"stock 1F1B, and `{data['schedule']}` that continues with {data['cuts']} slices, each "
-        f"for {steps} steps from a checkpoint of the one before; float32, {RANKS} gloo ranks"
-    )
-    columns = {
-        "step": lambda row: row["step"],
-        "slices": lambda row: row["slices"],
-        "loss, whole sequences": lambda row: row["whole"],
-        "loss, slices": lambda row: row["sliced"],
-        "relative difference": lambda row: row["apart"],
+    columns: pages.Columns = {
+        "schedule": "`{schedule}`",
+        "slices": "{slices}",
+        "peak": "{peak:g}",
+        "simulated s": "{simulated:.3f}",
+        "median s": "{step:.3f}",
+        "error": lambda row: f"{row['step'] / row['simulated'] - 1:+.1%}",
+        "faster": "{faster:.3f}",
     }
-    return pages.text_of(
-        pages.head("A training that changes its slices", data, "slices_run", what),
+    return [
         f"Of {len(apart)} steps the losses differ by {max(apart):.1e} at most, in step "
         f"{apart.index(max(apart)) + first}: sums over slices round differently, and training "
         "lets every difference grow.",
-        pages.table(columns, rows),
+        pages.grid(list(rows[0]), [list(row.values()) for row in rows]),
         "## Step times, with passes that sleep",
         f"{RANKS} ranks, {MICROBATCHES} microbatches, F = B = W = {data['unit_ms']:g} ms of a "
         f"rank's share of a microbatch, {data['rounds']} rounds. *Simulated*: without messages. "
         "*Faster*: than the same schedule with whole microbatches. The simulation has no cost of "
         "short slices, and neither has a pass that sleeps.",
-        pages.table(
-            {
-                "schedule": lambda row: f"`{row['schedule']}`",
-                "slices": lambda row: row["slices"],
-                "peak": lambda row: f"{row['peak']:g}",
-                "simulated s": lambda row: f"{row['simulated']:.3f}",
-                "median s": lambda row: f"{row['step']:.3f}",
-                "error": lambda row: f"{row['step'] / row['simulated'] - 1:+.1%}",
-                "faster": lambda row: f"{row['faster']:.3f}",
-            },
-            data["emulated"],
-        ),
-    )
+        pages.table(columns, data["emulated"]),
+    ]
 
 
 def _shown(first: int, last: int) -> list[int]:
@@ -169,20 +154,26 @@ def _shown(first: int, last: int) -> list[int]:
     return sorted({first + (last - first) * at // (SHOWN - 1) for at in range(SHOWN)})
 
 
-def main() -> int:
-    """Run it; returns the exit status."""
-    parser = pages.parser_of(
-        __doc__,
-        cuts=("1,2,4,8,3", "slices, in turn"),
-        steps=(60, "with each"),
-        schedule="v-half",
-        unit_ms=(150.0, "F, B, W of a rank's share of a microbatch"),
-        rounds=3,
-    )
-    args = parser.parse_args()
-    pages.run(args, "slices-run", lambda: measure(args), page, ("torch",))
-    return 0
-
+BENCHMARK = pages.Benchmark(
+    "slices-run",
+    __doc__,
+    "A training that changes its slices",
+    lambda data: (
+        f"stock 1F1B, and `{data['schedule']}` that continues with {data['cuts']} slices, each "
+        f"for {data['steps']} steps from a checkpoint of the one before; float32, {RANKS} gloo "
+        "ranks"
+    ),
+    body,
+    measure,
+    {
+        "cuts": ("1,2,4,8,3", "slices, in turn"),
+        "steps": (60, "with each"),
+        "schedule": "v-half",
+        "unit_ms": (150.0, "F, B, W of a rank's share of a microbatch"),
+        "rounds": 3,
+    },
+    ("torch",),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

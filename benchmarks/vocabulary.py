@@ -11,6 +11,9 @@ results/DATE-vocabulary.json and vocabulary.md.
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from benchmarks import page as pages
 from benchmarks.page import Row
 from megatron_ext.plan.flags import job_of, read
@@ -70,8 +73,8 @@ def row_of(model: str, pp: int, name: str) -> Row:
     assert even is not None, (model, name)
     unit = select(ScheduleSpec(name, pp, 2 * pp)).schedule
 
-    def point(each: Job, split: object) -> Point:
-        work = space.workload(each, 4 * pp, split)  # type: ignore[arg-type]
+    def point(each: Job, split: Any) -> Point:
+        work = space.workload(each, 4 * pp, split)
         barriers = int(each.vocab_parallel)
         spec = ScheduleSpec(name, pp, 4 * pp, placement.chunks, costs=work.costs, barriers=barriers)
         return evaluate(spec, work)
@@ -106,8 +109,8 @@ def measure(sizes: str) -> Row:
     return {"rows": rows}
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
+def body(data: Row) -> list[Any]:
+    """The page."""
     rows = data["rows"]
     gains = [1 - row["ms"]["sharded"] / row["ms"]["best"] for row in rows]
 
@@ -120,17 +123,25 @@ def page(data: Row) -> str:
         less = f"in {len(rows) - len(kept)} of {len(rows)} rows{by}"
         return f"{less}; not {word}: {', '.join(names) or 'none'}"
 
-    def over(row: Row, than: str) -> str:
-        return f"{row['ms']['sharded'] / row['ms'][than] - 1:+.1%}"
+    def over(than: str) -> Any:
+        return lambda row: f"{row['ms']['sharded'] / row['ms'][than] - 1:+.1%}"
 
-    return pages.text_of(
-        pages.head(
-            "A sharded vocabulary",
-            data,
-            "vocabulary",
-            "**simulated, no measurement**, times and bytes are the planner's for H100, m = 4p, "
-            "microbatches of one sample, orders made for these times",
-        ),
+    def schedule(row: Row) -> str:
+        name: str = row["schedule"]
+        return name + f" ({row['chunks']})" * GENERATORS[name].any_chunks
+
+    columns: pages.Columns = {
+        "model": "{model}",
+        "p": "{pp}",
+        "schedule": schedule,
+        **{f"{kind}, ms": f"{{ms[{kind}]:.0f}}" for kind in ("even", "best", "sharded")},
+        "over even": over("even"),
+        "over best": over("best"),
+        **{f"{kind}, GiB": f"{{gib[{kind}]:.1f}}" for kind in ("even", "best", "sharded")},
+        "rank 0's parameters over the mean, even": "{parameters[even]:.2f}",
+        "sharded": "{parameters[sharded]:.2f}",
+    }
+    return [
         "The paper (arXiv 2411.05288) measured 5 to 51 % more throughput for 1F1B, and less "
         "memory. *even*: equally many layers on all stages. *best*: the fastest of that and the "
         "layouts that even out the ranks' time or bytes by fewer layers on the heavy ranks. "
@@ -142,36 +153,22 @@ def page(data: Row) -> str:
             "microbatch's activations and up to four microbatches' probabilities more than "
             "without.",
         ],
-        pages.table(
-            {
-                "model": lambda row: row["model"],
-                "p": lambda row: row["pp"],
-                "schedule": lambda row: (
-                    row["schedule"] + f" ({row['chunks']})" * GENERATORS[row["schedule"]].any_chunks
-                ),
-                "even, ms": lambda row: f"{row['ms']['even']:.0f}",
-                "best, ms": lambda row: f"{row['ms']['best']:.0f}",
-                "sharded, ms": lambda row: f"{row['ms']['sharded']:.0f}",
-                "over even": lambda row: over(row, "even"),
-                "over best": lambda row: over(row, "best"),
-                "even, GiB": lambda row: f"{row['gib']['even']:.1f}",
-                "best, GiB": lambda row: f"{row['gib']['best']:.1f}",
-                "sharded, GiB": lambda row: f"{row['gib']['sharded']:.1f}",
-                "rank 0's parameters over the mean, even": lambda row: (
-                    f"{row['parameters']['even']:.2f}"
-                ),
-                "sharded": lambda row: f"{row['parameters']['sharded']:.2f}",
-            },
-            rows,
-        ),
-    )
+        pages.table(columns, rows),
+    ]
 
 
-def main() -> None:
-    """Run and save."""
-    args = pages.parser_of(__doc__, sizes=("8,16", "pipeline ranks")).parse_args()
-    pages.run(args, "vocabulary", lambda: measure(args.sizes), page)
-
+BENCHMARK = pages.Benchmark(
+    "vocabulary",
+    __doc__,
+    "A sharded vocabulary",
+    lambda data: (
+        "**simulated, no measurement**, times and bytes are the planner's for H100, m = 4p, "
+        "microbatches of one sample, orders made for these times"
+    ),
+    body,
+    lambda args: measure(args.sizes),
+    {"sizes": ("8,16", "pipeline ranks")},
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,17 @@ from typing import Any
 import torch
 
 from benchmarks import page as pages
-from benchmarks.emulated import CPU, SleepingStages, dist, execute, gather, ranks, timed
+from benchmarks.emulated import (
+    BESIDE,
+    CPU,
+    SleepingStages,
+    beside,
+    dist,
+    execute,
+    gather,
+    ranks,
+    timed,
+)
 from benchmarks.page import Claim, Row, alternating, ratio
 from megatron_ext.runtime.collectives import collectives
 from megatron_ext.runtime.vocabulary import Batch, Operands, VocabularyPasses
@@ -157,7 +166,7 @@ def runner_of(plan: Schedule, unit: float) -> Runner:
         embedding.take = output.take = runner.take
         batch = Batch((BATCH, SEQUENCE), SHAPE, torch.float32, CPU)
         every = collectives(dist.group.WORLD, CPU)
-        runner.passes = VocabularyPasses(plan, every, embedding, output, batch, runner)
+        runner.passes = VocabularyPasses(plan, every, embedding, output, lambda unit: batch, runner)
     return runner
 
 
@@ -187,19 +196,9 @@ def run_rank(args: argparse.Namespace, rank: int) -> Row:
     rows = []
     for (name, sharded), plan in plans.items():
         run = simulate(plan)
+        row = {"name": name, "sharded": sharded, "peak": float(max(run.peak_activation))}
         seconds = float(run.makespan) * args.unit_ms / 1e3
-        took = times[name, sharded]
-        rows.append(
-            {
-                "name": name,
-                "sharded": sharded,
-                "peak": float(max(run.peak_activation)),
-                "simulated": seconds,
-                "step": statistics.median(took),
-                "times": took,
-                "error": statistics.median(took) / seconds - 1,
-            }
-        )
+        rows.append({**row, **beside(times[name, sharded], seconds)})
     return {"rows": rows}
 
 
@@ -214,53 +213,47 @@ def claims(data: Row) -> list[Claim]:
     return [Claim(what, text, abs(worst["error"]) <= 0.03)]
 
 
-def page(data: Row) -> str:
-    """The results in Markdown."""
+def body(data: Row) -> list[Any]:
+    """The page."""
     base = {row["name"]: row["times"] for row in data["rows"] if not row["sharded"]}
-    return pages.text_of(
-        pages.head(
-            "Steps with a sharded vocabulary, with emulated costs",
-            data,
-            "vocabulary_run",
-            f"{data['pp']} gloo ranks, m = {data['microbatches']}, F = B = W = "
-            f"{data['unit_ms']:g} ms of a rank's layers, S, T, E and G of a rank "
-            f"{', '.join(f'{float(x):g}' for x in SHARES)} of it; {data['repeats']} alternating "
-            "rounds after one without pauses",
-        ),
+    columns: pages.Columns = {
+        "schedule": "{name}",
+        "vocabulary": lambda row: KIND[row["sharded"]],
+        "peak": "{peak:g}",
+        **BESIDE,
+        "heavy ends over it": lambda row: f"{ratio(base[row['name']], row['times']):.3f}",
+    }
+    return [
         "*Heavy ends*: embedding and output layer take as long on the first and the last stage as "
         "on all ranks together. *Simulated*: without time for messages and collectives. All steps "
         "computed the same losses.",
         pages.verdicts(claims(data)),
-        pages.table(
-            {
-                "schedule": lambda row: row["name"],
-                "vocabulary": lambda row: KIND[row["sharded"]],
-                "peak": lambda row: f"{row['peak']:g}",
-                "simulated s": lambda row: f"{row['simulated']:.3f}",
-                "median s": lambda row: f"{row['step']:.3f}",
-                "error": lambda row: f"{row['error']:+.2%}",
-                "heavy ends over it": lambda row: f"{ratio(base[row['name']], row['times']):.3f}",
-            },
-            data["rows"],
-        ),
-    )
+        pages.table(columns, data["rows"]),
+    ]
 
 
-def main() -> int:
-    """Run it; returns the exit status."""
-    args = pages.parser_of(
-        __doc__,
-        schedules=(SCHEDULES, "comma-separated"),
-        pp=4,
-        microbatches=8,
-        unit_ms=(150.0, "F, B, W of a rank's layers"),
-        repeats=3,
-        check=(False, "exit with 1 if a claim is missed"),
-    ).parse_args()
-    task = functools.partial(run_rank, args)
-    data = pages.run(args, "vocabulary-run", lambda: ranks(args.pp, task), page, ("torch",))
-    return pages.missed(args, claims(data))
-
+BENCHMARK = pages.Benchmark(
+    "vocabulary-run",
+    __doc__,
+    "Steps with a sharded vocabulary, with emulated costs",
+    lambda data: (
+        f"{data['pp']} gloo ranks, m = {data['microbatches']}, F = B = W = "
+        f"{data['unit_ms']:g} ms of a rank's layers, S, T, E and G of a rank "
+        f"{', '.join(f'{float(x):g}' for x in SHARES)} of it; {data['repeats']} alternating "
+        "rounds after one without pauses"
+    ),
+    body,
+    lambda args: ranks(args.pp, functools.partial(run_rank, args)),
+    {
+        "schedules": (SCHEDULES, "comma-separated"),
+        "pp": 4,
+        "microbatches": 8,
+        "unit_ms": (150.0, "F, B, W of a rank's layers"),
+        "repeats": 3,
+    },
+    ("torch",),
+    claims,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

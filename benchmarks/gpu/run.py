@@ -176,7 +176,7 @@ def _end(number: int, _: Any) -> NoReturn:
 
 def before(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The parts of the newest results in the folder; their date becomes this run's."""
-    found = pages.newest(args, stem(args))
+    found = pages.newest(args.output, stem(args))
     if found is None:
         return {}
     args.date = found["date"]

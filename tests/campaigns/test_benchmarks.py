@@ -273,13 +273,13 @@ def test_in_miniature(
 
 def test_moe(tmp_path: Path) -> None:
     """Two parts, the newest results of both in one page."""
-    run(tmp_path, "moe", f"--ranks 2 --compute-ms 2 --repeats 1 --parts memory --date {DATE}")
+    run(tmp_path, "moe", f"--ranks 2 --repeats 1 --parts memory --date {DATE}")
     assert _moe(json.loads((tmp_path / "results" / f"{DATE}-moe-memory.json").read_text()))
-    options = "--ranks 2 --compute-ms 2 --repeats 1 --parts speed --date 2026-01-03"
+    options = "--ranks 2 --stock-ms 20 --repeats 1 --parts balances --date 2026-01-03"
     run(tmp_path, "moe", options)
     text = (tmp_path / "moe.md").read_text()
     assert "## Most bytes at once\n\n2026-01-02" in text
-    assert "## Nothing restored\n\n2026-01-03" in text
+    assert "## Memory of recomputation\n\n2026-01-03" in text
 
 
 @pytest.mark.version(MAIN_TAG)
@@ -329,6 +329,7 @@ def test_exact_optima(tmp_path: Path) -> None:
 PAGES = (
     *("emulated-pipeline", "executor-overhead", "replan", "offload", "vocabulary", "schedules"),
     *("vocabulary-run", "overlap-run", "post-validation", "messages", "adaptive", "lengths"),
+    *("step_lengths", "slices-run"),
 )
 
 
