@@ -179,7 +179,8 @@ class Run:
         settle: makes the order for estimated costs on the first rank's device, which it is given;
             None: costs are given or measured, or it was made so.
         models: of a library: the chunks of the model whose run this is, with their wrappers.
-        group: of a library: the model's pipeline.
+        group, groups: of a library: the model's pipeline, and all in which ranks run its calls
+            together, that first.
         notices: for rank 0's log once the run is set up.
         lengths_of: of a library: a user's function from what a data iterator gives for one
             microbatch to the lengths of its sequences.
@@ -203,6 +204,7 @@ class Run:
     settle: Callable[[str], None] | None = None
     models: Sequence[Any] = ()
     group: Any = None
+    groups: Sequence[Any] = ()
     notices: list[str] = field(default_factory=list)
     lengths_of: Callable[[Any], Any] | None = None
     slices_of: Callable[[int], int] | None = None
@@ -223,14 +225,15 @@ class Run:
             self.schedule = self.request.resolve(pp, self.chunks, microbatches)
         return self.schedule
 
-    def for_model(self, args: MegatronArgs, models: Sequence[Any], group: Any) -> Run:
+    def for_model(self, args: MegatronArgs, models: Sequence[Any], groups: Sequence[Any]) -> Run:
         """The run of one of a library's models: what all share stays, the rest is its own."""
         return replace(
             self,
             args=args,
             chunks=len(models),
             models=models,
-            group=group,
+            group=groups[0],
+            groups=groups,
             schedule=None,
             inputs=PlanInputs(),
             pipeline=None,

@@ -27,7 +27,7 @@ from .errors import ConfigError
 from .feature import Feature, Run
 from .flags import given, in_options, parsed
 from .hooks import Report, declared, hooked
-from .pipeline import ScheduledPipeline, pipeline_group
+from .pipeline import ScheduledPipeline, groups_of_call, pipeline_group
 from .takeover import require_not_held
 from .targets import PARALLEL_STATE
 from .utils import chunks_of, device_of, time_limit_minutes, unwrapped, watched
@@ -105,10 +105,11 @@ class Library(EntryPoint):
             models = chunks_of(kwargs["model"])
             of_model = _OfModel.found(self, models[0])
             if of_model is None or of_model not in self._models:
-                group = pipeline_group(kwargs.get("p2p_communicator"), kwargs.get("pg_collection"))
+                collection = kwargs.get("pg_collection")
+                group = pipeline_group(kwargs.get("p2p_communicator"), collection)
                 size = kwargs["seq_length"], kwargs["micro_batch_size"]
                 with watched("for the ranks of its pipeline to prepare the model's first step"):
-                    of_model = self._prepared(models, group, size)
+                    of_model = self._prepared(models, group, collection, size)
             return of_model.pipeline(**kwargs)
 
     def warn_if_unused(self) -> None:
@@ -120,11 +121,14 @@ class Library(EntryPoint):
                 self._run.request.name,
             )
 
-    def _prepared(self, models: list[Any], group: Any, size: tuple[int, int]) -> _OfModel:
+    def _prepared(
+        self, models: list[Any], group: Any, collection: Any, size: tuple[int, int]
+    ) -> _OfModel:
         """What is in force for a model that has not come before.
 
         Args:
             models: its chunks on this rank.
+            group, collection: its pipeline, and the call's groups, if they are not Megatron's.
             size: tokens and samples of a microbatch.
         """
         from megatron.core.utils import get_model_config
@@ -132,7 +136,7 @@ class Library(EntryPoint):
         config = get_model_config(models[0])
         minutes = time_limit_minutes(group, device_of(models))
         args: Any = ModelArgs(self._options, models, config, group.size(), minutes, _rank(), *size)
-        run = self._run.for_model(args, models, group)
+        run = self._run.for_model(args, models, groups_of_call(group, collection, config))
         features = [type(f)() if f.per_model else f for f in self.features]
         for feature in features:
             feature.check(run)

@@ -182,6 +182,7 @@ class ScheduledPipeline:
             self.watchdog(step.rank).armed,
             self.callbacks,
             step.loads,
+            call.groups,
         )
         if step.loads is not None:
             step.loads = arranged(step.loads, plan)

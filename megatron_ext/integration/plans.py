@@ -16,7 +16,7 @@ from ..schedule.schedule import Schedule
 from .callbacks import Callback, Loads, PlanInputs, arranged
 from .errors import ConfigError
 from .later import Armed, Searches
-from .utils import gather
+from .utils import gather_over
 
 if TYPE_CHECKING:
     from .features.schedule.choose import ScheduleRequest
@@ -62,6 +62,7 @@ class Plans:
         armed: Armed,
         callbacks: Sequence[Callback] = (),
         loads: Loads | None = None,
+        groups: Sequence[Any] = (),
     ) -> Schedule:
         """The plan of an iteration, made and verified at its first use; collective then, and when a
         better one takes its place.
@@ -72,6 +73,7 @@ class Plans:
             armed: a watchdog around what is collective.
             callbacks: learn of new training plans.
             loads: of the step; None: its microbatches count as equal.
+            groups: of the call, beside the pipeline (see ``groups_of_call``).
 
         Raises:
             ConfigError: the ranks have made different plans.
@@ -95,7 +97,7 @@ class Plans:
         if made is not None:
             plan = self._ready(made, training)
             with armed("for ranks of its pipeline, to compare plans", quiet=(ConfigError,)):
-                _require_equal(plan, group)
+                _require_equal(plan, groups or (group,))
         else:
             assert former is not None
             plan = former
@@ -148,12 +150,12 @@ class Plans:
         return plan
 
 
-def _require_equal(plan: Schedule, group: Any) -> None:
-    """All ranks of a pipeline must follow one plan: another one would deadlock or mix data.
+def _require_equal(plan: Schedule, groups: Sequence[Any]) -> None:
+    """All ranks of a call must follow one plan: another one would deadlock or mix data.
 
-    Pipelines are compared no further: with batches of variable length each may have its own number
-    of microbatches, and what plans are made from has been agreed on by all ranks of the job."""
-    every = gather(plan.fingerprint(), group)
+    Pipelines that share nothing within passes are not compared: with batches of variable length
+    each may have its own number of microbatches."""
+    every = gather_over(plan.fingerprint(), groups)
     if len(set(every)) != 1:
         raise ConfigError(
             f"ranks made different plans for schedule {plan.name}: {every}; start all "

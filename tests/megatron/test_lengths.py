@@ -141,6 +141,14 @@ def test_pipelines_that_share_experts_have_one_plan(results: Cases) -> None:
     assert merged(ranks, "returned") == merged(stock, "returned")
 
 
+def test_pipelines_that_share_experts_have_one_estimate(results: Cases) -> None:
+    """Their first calls may name other lengths, for which passes would take other times."""
+    ranks, stock = results["experts-named"], results["experts-stock"]
+    plans = [[step["plan"] for step in rank["steps"]] for rank in ranks]
+    assert plans[0] == plans[1] == plans[2] == plans[3]
+    assert merged(ranks, "returned") == merged(stock, "returned")
+
+
 def test_the_log(results: Cases) -> None:
     first, second = (rank["log"] for rank in results["v-half-free"])
     assert first.count("planned for its lengths") == 1 and "planned bubble" in first

@@ -62,6 +62,8 @@ CASES: dict[str, dict[str, Any]] = {
     "replicas": {"schedule": "zb-h1", "options": _FREE, "world": 4, "form": "object"},
     "experts-stock": {"world": 4, **_EXPERTS},
     "experts": {"schedule": "zb-h1", "options": _FREE, "world": 4, **_EXPERTS},
+    # A call says how long its own replica's sequences may be.
+    "experts-named": _VEE | {"world": 4, "named": (16, 100_000), **_EXPERTS},
     "indexed": {"schedule": "zb-h1", "options": _FREE, "form": "indexed"},
     "refusals": {"main": "refusals"},
 }
@@ -158,7 +160,7 @@ def trained(case: dict[str, Any], orders: Sequence[Sequence[int]] | None = None)
                 data_iterator=data if chunks > 1 else data[0],
                 model=models if chunks > 1 else models[0],
                 num_microbatches=len(lengths),
-                seq_length=16,
+                seq_length=case.get("named", (16, 16))[replica],
                 micro_batch_size=1,
                 forward_only=False,
             )

@@ -20,7 +20,7 @@ from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import Run
 from ...model_classes import placed_models
-from ...utils import device_name, device_of, gather, unwrapped
+from ...utils import device_name, device_of, gather, gather_over, unwrapped
 from .choose import ScheduleRequest
 from .job import counted, job_of_args, splits_of
 
@@ -125,9 +125,8 @@ def basis(run: Run) -> str:
 
 
 def estimate_model(run: Run) -> None:
-    """The estimate for a library's model, on the device of its pipeline's first rank.
-
-    All ranks of the pipeline call this together.
+    """The estimate for a library's model, on the device of the first rank of its calls, and for the
+    length that this one names. All ranks of a call do this together.
     """
     request, args = run.request, run.args
     assert request is not None
@@ -137,12 +136,13 @@ def estimate_model(run: Run) -> None:
     layers = [len(getattr(getattr(m, "decoder", None), "layers", ())) for m in models]
     predicts = [bool(getattr(m, "mtp_process", False)) for m in models]
     own = device_name(device_of(models).index)
-    every = gather((own, args.seq_length, args.micro_batch_size, layers, predicts), run.group)
-    device, length, samples, *_ = every[0]
+    every = gather((layers, predicts), run.group)
+    size = args.seq_length, args.micro_batch_size
+    device, (length, samples) = gather_over((own, size), run.groups)[0]
     placement = request.placement_on(len(every), run.chunks)
     at = [(placement.rank_of(s), placement.chunk_of(s)) for s in range(placement.num_stages)]
-    counts = tuple(every[rank][3][chunk] for rank, chunk in at)
-    depths = [stage for stage, (rank, chunk) in enumerate(at) if every[rank][4][chunk]]
+    counts = tuple(every[rank][0][chunk] for rank, chunk in at)
+    depths = [stage for stage, (rank, chunk) in enumerate(at) if every[rank][1][chunk]]
     split = Split(counts, predicts=depths[0] if depths else -1)
     estimate = _estimate(args, lambda stages: split, device, models[0])
     if estimate.job is not None:
