@@ -14,9 +14,10 @@ from ..plan.gpu import Gpu
 from ..plan.model import Job, PlanError
 from ..plan.overlap import FLAG as PAIRS
 from ..plan.profile import Profile
-from ..plan.slices import NOT_WITH, NUMBERS, refusal
+from ..plan.slices import NUMBERS, refusal
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
+from ..schedule.select import IN_PAIRS
 from .options import NETWORK, SEARCHED
 from .parser import Parser
 from .plan_given import Given
@@ -132,14 +133,14 @@ def _beside_lengths(
         pp_offload=args.offload if always else None,
         overlap_moe_expert_parallel_comm=pairs,
     )
-    if why is None and args.schedules and (wrong := [n for n in names if n in NOT_WITH]):
+    if why is None and args.schedules and (wrong := [n for n in names if n in IN_PAIRS]):
         why = f"{lengths.FLAG} {lengths.LENGTHS} does not support --schedules {wrong[0]}; drop it"
     if why is not None:
         raise PlanError(why)
     if not _allows(own, overlap_moe_expert_parallel_comm=True):
         job = job.with_(overlap_moe_expert_parallel_comm=False)
     kinds = tuple(kind for kind in _ANY if _allows(own, pp_offload=kind))
-    return tuple(name for name in names if name not in NOT_WITH), job, kinds
+    return tuple(name for name in names if name not in IN_PAIRS), job, kinds
 
 
 def _slices(args: argparse.Namespace, job: Job, own: Given) -> tuple[int, ...]:
