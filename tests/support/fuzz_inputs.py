@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import pickle
 import tempfile
@@ -22,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext._input import parse_bytes, parse_json
-from megatron_ext.checkpoints.folder import elements, read_contents
+from megatron_ext.checkpoints.folder import read_contents
 from megatron_ext.checkpoints.pickles import read_saved
 from megatron_ext.commands.common import Parser, add_schedule_options, verify
 from megatron_ext.moe import cost_file
@@ -288,7 +289,7 @@ def _pickle(data: bytes) -> None:
         return
     contents = read_contents(data)
     for key, (shape, dtype) in contents.tensors.items():
-        if not isinstance(key, str) or not isinstance(dtype, str) or elements(shape) < 0:
+        if not isinstance(key, str) or not isinstance(dtype, str) or math.prod(shape) < 0:
             raise Fault(f"{key!r} has the shape {shape!r}")
     if any(name[:1] == "/" or least < 0 for name, least in contents.files.items()):
         raise Fault(f"files {contents.files!r}")
