@@ -238,8 +238,9 @@ def _command_line(value: str) -> None:
 
 def _checkpoint(data: bytes) -> None:
     """What a checkpoint says of itself: the saved arguments, and the tensors it holds."""
-    from megatron_ext.integration.features.checkpoint import Layout, _differing_flags
+    from megatron_ext.checkpoints.layout import Layout
     from megatron_ext.integration.features.checkpoint.integrity import model_shapes
+    from megatron_ext.integration.features.checkpoint.parameters import differing_flags
 
     text = parse_json(data.decode("utf-8"))
     if not isinstance(text, dict):
@@ -248,7 +249,7 @@ def _checkpoint(data: bytes) -> None:
     if isinstance(saved, dict):
         held = SimpleNamespace(**saved)
         sentence(f"saved with {Layout.of(held)}")
-        sentence(_differing_flags(SimpleNamespace(), held) or "nothing differs")
+        sentence(differing_flags(SimpleNamespace(), held) or "nothing differs")
     metadata = SimpleNamespace(state_dict_metadata=_entries(text.get("tensors")))
     if "mcore" in text:
         metadata.mcore_data = text["mcore"]
