@@ -29,7 +29,7 @@ class TestOnMegatron:
         assert set(hooks["restored"].values()) == {True}
         hybrid = [target for target in hooks["changed"] if "hybrid" in target or "Mamba" in target]
         predictions = [target for target in hooks["changed"] if "multi_token" in target]
-        assert len(hooks["changed"]) == 25 + len(hybrid) + len(predictions)
+        assert len(hooks["changed"]) == 26 + len(hybrid) + len(predictions)
         assert len(hybrid) >= 2
 
     def test_modules_that_imported_by_name_are_rebound(self, hooks: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import pickle
 import tempfile
@@ -22,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext._input import parse_bytes, parse_json
-from megatron_ext.checkpoints.folder import elements, read_contents
+from megatron_ext.checkpoints.folder import read_contents
 from megatron_ext.checkpoints.pickles import read_saved
 from megatron_ext.commands.common import Parser, verify
 from megatron_ext.commands.options import declare_schedule
@@ -238,8 +239,9 @@ def _command_line(value: str) -> None:
 
 def _checkpoint(data: bytes) -> None:
     """What a checkpoint says of itself: the saved arguments, and the tensors it holds."""
-    from megatron_ext.integration.features.checkpoint import Layout, _differing_flags
+    from megatron_ext.checkpoints.layout import Layout
     from megatron_ext.integration.features.checkpoint.integrity import model_shapes
+    from megatron_ext.integration.features.checkpoint.parameters import differing_flags
 
     text = parse_json(data.decode("utf-8"))
     if not isinstance(text, dict):
@@ -248,7 +250,7 @@ def _checkpoint(data: bytes) -> None:
     if isinstance(saved, dict):
         held = SimpleNamespace(**saved)
         sentence(f"saved with {Layout.of(held)}")
-        sentence(_differing_flags(SimpleNamespace(), held) or "nothing differs")
+        sentence(differing_flags(SimpleNamespace(), held) or "nothing differs")
     metadata = SimpleNamespace(state_dict_metadata=_entries(text.get("tensors")))
     if "mcore" in text:
         metadata.mcore_data = text["mcore"]
@@ -289,7 +291,7 @@ def _pickle(data: bytes) -> None:
         return
     contents = read_contents(data)
     for key, (shape, dtype) in contents.tensors.items():
-        if not isinstance(key, str) or not isinstance(dtype, str) or elements(shape) < 0:
+        if not isinstance(key, str) or not isinstance(dtype, str) or math.prod(shape) < 0:
             raise Fault(f"{key!r} has the shape {shape!r}")
     if any(name[:1] == "/" or least < 0 for name, least in contents.files.items()):
         raise Fault(f"files {contents.files!r}")

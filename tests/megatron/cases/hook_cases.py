@@ -41,6 +41,7 @@ TARGETS = (
     "megatron.core.transformer.moe.router:switch_load_balancing_loss_func",
     "megatron.core.transformer.moe.router:z_loss_func",
     "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
+    "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
     "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
     "megatron.core.tensor_parallel.mappings:_ReduceScatterToSequenceParallelRegion",

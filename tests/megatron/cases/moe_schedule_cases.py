@@ -19,7 +19,7 @@ from tests.megatron.cases import wgrad_cases
 
 # isort: split
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
-from megatron_ext.integration.features.offload import runtime as offload
+from megatron_ext.integration.features.offload import measure
 from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.moe import buffers
@@ -136,6 +136,6 @@ original_run_case = gpt_cases.run_case
 gpt_cases.run_case = run_case
 
 if __name__ == "__main__":
-    with mock.patch.object(offload.measure, "device_for", _faulty):
+    with mock.patch.object(measure, "device_for", _faulty):
         with mock.patch.object(buffers, "device_for", _faulty):
             gpt_cases.serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)

@@ -189,15 +189,7 @@ class Checkpoint(Feature):
         if saved is not None:
             fix = "save it with --ckpt-format torch_dist instead"
             self._require_layout(saved, f"{folder} in the format torch", fix)
-        assert self._chunks is not None
-        lacking = []
-        for entry, chunk in zip(_entries(len(self._chunks)), self._chunks):
-            held = state.get(entry, {})
-            lacking += [
-                f"{name} of chunk {entry}"
-                for name, parameter in chunk.named_parameters()
-                if name not in held or held[name].shape != parameter.shape
-            ]
+        lacking = self._missing(state, lambda held, own: held.shape == own.shape)
         OWN_PARAMETERS.require(not lacking, folder=folder, **named(lacking), fix=_AS_SAVED)
 
     def _require_optimizer(
@@ -241,7 +233,7 @@ class Checkpoint(Feature):
         for name in names:
             requested.update(shapes(wanted[name]))
         group = parallel_state.get_pipeline_model_parallel_group()
-        every = gather((requested, self._uncovered(wanted)), group)
+        every = gather((requested, self._missing(wanted)), group)
         uncovered = [name for _, names in every for name in names]
         model = {key: shape for shapes, _ in every for key, shape in shapes.items()}
         held = shapes_on_disk(folder, self._metadata.get(folder))
@@ -291,16 +283,18 @@ class Checkpoint(Feature):
                 unused,
             )
 
-    def _uncovered(self, wanted: Mapping[str, Any]) -> list[str]:
-        """Parameters of this rank's chunks that nothing in ``wanted`` will fill."""
+    def _missing(
+        self, state: Mapping[str, Any], fits: Callable[[Any, Any], bool] = lambda held, own: True
+    ) -> list[str]:
+        """Parameters of this rank's chunks that nothing in ``state`` will fill."""
         assert self._chunks is not None
         return [
             f"{name} of chunk {entry}"
             for entry, chunk in zip(_entries(len(self._chunks)), self._chunks)
             # A distillation model hides its own loss modules while the state is made.
             if not hasattr(chunk, "hide_loss_modules")
-            for name, _ in chunk.named_parameters()
-            if name not in wanted.get(entry, {})
+            for name, own in chunk.named_parameters()
+            if name not in state.get(entry, {}) or not fits(state[entry][name], own)
         ]
 
 

@@ -15,8 +15,8 @@ from ....releases import parse
 from ....schedule import AUTO
 from ...callbacks import Callback, Step
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
-from ...rules import FREE_ORDER, Rule
 from ...utils import Wrappers
+from . import rules
 from .model import SlicedModel
 from .run import Batches, SliceRunner, require_nothing_left
 from .state import Cuts
@@ -32,29 +32,6 @@ def _count(text: str) -> int | str:
         return text if text == AUTO else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number or {AUTO}, got {text!r}") from None
-
-
-OF_FILE = Rule(
-    "{flag} needs a schedule file with as many slices",
-    "--pp-schedule {schedule} has {count} slices a microbatch",
-    f"drop it, or give {FLAG} {{count}}",
-)
-W_OF_FILE = Rule(
-    f"{WEIGHTS} {{joined}} needs a schedule file with such W passes",
-    "--pp-schedule {schedule} has {has}",
-    "drop it",
-)
-SIZES = Rule("{flag} needs --seq-length and --hidden-size", "one is not given", "add both")
-PREDICTION = Rule(
-    "{flag} does not support --mtp-num-layers {depths} on megatron-core {version}",
-    "its losses of other depths have no function of their own",
-    "use 0.17 or newer, or drop one of them",
-)
-LENGTHS = Rule(
-    "{flag} needs --pp-microbatch-costs lengths",
-    "lengths differ between microbatches",
-    f"add it, or give {FLAG}",
-)
 
 
 class Slices(SlicedModel, Feature):
@@ -98,7 +75,7 @@ class Slices(SlicedModel, Feature):
         ),
     )
     conflicts = CONFLICTS
-    rules = (OF_FILE, W_OF_FILE, SIZES, PREDICTION, LENGTHS)
+    rules = rules.RULES
 
     def check_flags(self, run: Run) -> None:
         file = None if run.request is None else run.request.file
@@ -107,18 +84,18 @@ class Slices(SlicedModel, Feature):
         count, joined = file.slices[0] if file.slices else 1, run.args.pp_slice_weights
         name, text = run.args.pp_schedule, _text(run)
         asked = run.args.pp_slices not in (None, count) or run.args.pp_slice_tokens is not None
-        FREE_ORDER.require(not asked or count > 1, flag=text, schedule=name)
-        OF_FILE.require(not asked, flag=text, schedule=name, count=count)
+        rules.FREE_ORDER.require(not asked or count > 1, flag=text, schedule=name)
+        rules.OF_FILE.require(not asked, flag=text, schedule=name, count=count)
         kept = joined is None or (joined == "joined") == file.joined
         has = "one W for all slices" if file.joined else "a W for every slice"
-        W_OF_FILE.require(kept, joined=joined, schedule=name, has=has)
+        rules.W_OF_FILE.require(kept, joined=joined, schedule=name, has=has)
 
     def check(self, run: Run) -> None:
         wanted = _wanted(run)
         if not wanted or run.request is None:
             return
         known = run.args.seq_length is not None and run.args.hidden_size is not None
-        SIZES.require(known, flag=_text(run))
+        rules.SIZES.require(known, flag=_text(run))
         self._ask(run, wanted)
 
     def _ask(self, run: Run, wanted: Sequence[Wanted]) -> None:
@@ -132,7 +109,7 @@ class Slices(SlicedModel, Feature):
         require_no_conflict(args, self.conflicts, {"": _text(run)})
         depths = getattr(args, "mtp_num_layers", None)
         kept = not depths or parse(run.version)[:2] >= _PREDICTION
-        PREDICTION.require(kept, flag=_text(run), depths=depths, version=run.version)
+        rules.PREDICTION.require(kept, flag=_text(run), depths=depths, version=run.version)
         if args.pp_slices == AUTO:
             cuts = tuple(one.cut(tokens, args) for one in wanted if one.fits(tokens, args))
             run.request = replace(run.request, cuts=cuts)
@@ -142,7 +119,7 @@ class Slices(SlicedModel, Feature):
         _set_cut(run, first)
         of_steps = args.pp_microbatch_costs == "lengths"
         kept = first.tokens is None or not lengths_differ or of_steps
-        LENGTHS.require(kept, flag=_text(run))
+        rules.LENGTHS.require(kept, flag=_text(run))
         if first.count > 1:
             cut = first.shortest(args) if lengths_differ else first.cut(tokens, args)
             run.request = replace(run.request, cut=cut)

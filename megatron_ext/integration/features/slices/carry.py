@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
 from ...hooks import hooked
 from ...targets import ATTENTION, ROTARY
 from . import documents
+from .rules import INPUT_IDS
 from .state import Sliced, Slicing
 
 KEYS = "keys"  # what is held of a module that attends
@@ -79,12 +79,8 @@ def attended(slicing: Slicing, module: Any, keys: Any, values: Any) -> tuple[Any
         ConfigError: they are not the slice's.
     """
     begin, end = slicing.span
-    if len(keys) != end - begin:
-        raise ConfigError(
-            f"--pp-slices: slice {slicing.unit} has tokens {begin} to {end} of {slicing.tokens}, "
-            f"but a layer has {len(keys)}; where sequences differ in length, all stages must get "
-            "input_ids"
-        )
+    facts = {"begin": begin, "end": end, "tokens": slicing.tokens, "found": len(keys)}
+    INPUT_IDS.require(len(keys) == end - begin, unit=slicing.unit, **facts)
 
     def make() -> Held:
         made = Held(keys, values, slicing.tokens)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
 from ...hooks import hooked
 from ...targets import DOCUMENT_COUNT, ROTATION
+from . import rules
 from .state import Sliced, Slicing
 
 
@@ -30,19 +30,12 @@ def edges_of(packed: Any) -> tuple[int, ...]:
     Raises:
         ConfigError: they are packed in another way.
     """
-    if packed.qkv_format != "thd":
-        raise ConfigError(
-            f"--pp-slices cuts documents that are packed as thd, but the model got them as "
-            f"{packed.qkv_format}; drop --pp-slices"
-        )
+    rules.THD.require(packed.qkv_format == "thd", kind=packed.qkv_format)
     documents = packed.cu_seqlens_q
     for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         other = getattr(packed, name, None)
-        if other is not None and other is not documents and not torch.equal(other, documents):
-            raise ConfigError(
-                f"--pp-slices cuts documents that follow one another, but {name} differs from "
-                "cu_seqlens_q; pack them without padding between them, or drop --pp-slices"
-            )
+        same = other is None or other is documents or torch.equal(other, documents)
+        rules.NO_GAPS.require(same, name=name)
     return tuple(dict.fromkeys(documents.tolist()))
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
 from ...hooks import bound, hooked
 from ...targets import GPT_FORWARD
-from . import documents
+from . import documents, rules
 from .carry import Attention
 from .documents import Documents
 from .prediction import Prediction
@@ -33,20 +32,13 @@ class SlicedModel(Routers, Prediction, Attention, Documents):
         given = call.arguments
         if given.get("input_ids") is not None:
             slicing.sequence(given["input_ids"].shape[-1])
-        if model.post_process and given.get("labels") is None:
-            raise ConfigError(
-                "--pp-slices adds the losses of slices, so the model needs labels, but it was "
-                "called without; drop --pp-slices, or let the model compute the losses of tokens"
-            )
+        rules.LABELS.require(not model.post_process or given.get("labels") is not None)
         if (packed := given.get("packed_seq_params")) is not None:
             _pack(slicing, packed, model.config)
             whole.packed = packed
             given["packed_seq_params"] = documents.of_slice(slicing, packed)
         begin, end = slicing.span
-        if given.get("padding_mask") is not None:
-            raise ConfigError(
-                "--pp-slices does not cut a padding_mask, which the model got; drop it"
-            )
+        rules.PADDING.require(given.get("padding_mask") is None)
         whole.labels, whole.loss_mask = given.get("labels"), given.get("loss_mask")
         for name in _CUT:
             if given.get(name) is not None:
@@ -70,10 +62,7 @@ def _pack(slicing: Slicing, packed: Any, config: Any) -> None:
     """
     edges, length = documents.edges_of(packed), getattr(packed, "tokens_per_sample", None)
     balanced = getattr(config, "moe_router_load_balancing_type", None) or ()
-    if length and edges[-1] > length and "seq_aux_loss" in balanced:
-        raise ConfigError(
-            f"--pp-slices cuts the {edges[-1]} tokens of a microbatch's packed samples in one row, "
-            f"but seq_aux_loss takes them by {length}; give --micro-batch-size 1 or use aux_loss"
-        )
+    several = length and edges[-1] > length and "seq_aux_loss" in balanced
+    rules.ONE_ROW.require(not several, tokens=edges[-1], length=length)
     slicing.sequence(edges[-1])
     slicing.pack(edges)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
 from ...hooks import hooked
 from ...targets import MTP_ACCEPTANCE, MTP_LOSS, MTP_ROLL
+from .rules import ROLLED
 from .state import Sliced
 
 
@@ -41,12 +41,7 @@ class Whole:
         Raises:
             ConfigError: it is not known.
         """
-        if id(part) not in self._of:
-            raise ConfigError(
-                "--pp-slices: multi-token prediction rolls a tensor of shape "
-                f"{tuple(part.shape)} that is no slice of the model's input; drop --pp-slices or "
-                "--mtp-num-layers"
-            )
+        ROLLED.require(id(part) in self._of, shape=tuple(part.shape))
         return self._of[id(part)][1]
 
     def clear(self) -> None:

@@ -11,10 +11,9 @@ import torch
 
 from ....runtime.executor import BackwardPass
 from ....schedule.units import Unit
-from ...errors import ConfigError
 from ...runner import MegatronRunner
 from ...utils import unwrapped
-from . import carry
+from . import carry, rules
 from .state import Cuts, Slicing
 
 
@@ -183,11 +182,7 @@ def _with_linear_loss(step: Callable[..., Any]) -> Callable[..., Any]:
             (loss, *_, none), (*_, some) = (
                 loss_function(torch.full_like(output, value)) for value in (0, 1)
             )
-        if bool(loss != 0):
-            raise ConfigError(
-                f"--pp-slices adds the losses of slices, but where all tokens' losses are 0 the "
-                f"loss function gives {float(loss):g}: it is not linear in them; drop --pp-slices"
-            )
+        rules.LINEAR.require(not bool(loss != 0), loss=f"{float(loss):g}")
         _require_sums(none, some)
         return output, loss_function
 
@@ -205,13 +200,8 @@ def _require_sums(none: Any, some: Any) -> None:
             continue
         found, other = (torch.as_tensor(of).reshape(-1) for of in (value, some[name]))
         pair = isinstance(value, torch.Tensor) and len(found) == 2
-        if found[: 1 if pair else None].any() or (pair and found[1] != other[1]):
-            raise ConfigError(
-                f"--pp-slices adds what the loss function reports of slices, but {name} is "
-                f"{found.tolist()} where all losses are 0 and {other.tolist()} where they are 1: "
-                "it must be a sum of losses, or a pair of a sum and its tokens; report it so, or "
-                "drop --pp-slices"
-            )
+        wrong = found[: 1 if pair else None].any() or (pair and found[1] != other[1])
+        rules.SUMS.require(not wrong, name=name, zero=found.tolist(), one=other.tolist())
 
 
 def _require_attention(model: Any, attentions: int) -> None:
@@ -223,12 +213,13 @@ def _require_attention(model: Any, attentions: int) -> None:
     layers = getattr(getattr(unwrapped(model), "decoder", None), "layers", None)
     kinds = [type(getattr(layer, "self_attention", None)).__name__ for layer in layers or ()]
     expected = sum(kind not in ("NoneType", "IdentityOp") for kind in kinds)
-    if layers is None or attentions < expected:
-        raise ConfigError(
-            f"--pp-slices cuts the core attention of GPTModel's layers, but in a "
-            f"{type(unwrapped(model)).__name__} {attentions} of {expected} layers went through it "
-            f"({', '.join(dict.fromkeys(kinds)) or 'none'}); drop --pp-slices"
-        )
+    rules.CORE.require(
+        layers is not None and attentions >= expected,
+        model=type(unwrapped(model)).__name__,
+        found=attentions,
+        expected=expected,
+        kinds=", ".join(dict.fromkeys(kinds)) or "none",
+    )
 
 
 def _unit(number: int) -> Unit:
@@ -245,10 +236,7 @@ def added(one: Any, other: Any) -> Any:
     """
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return {name: _added(one[name], other[name]) for name in one}
-    raise ConfigError(
-        f"--pp-slices adds what the loss function reports as {{name: tensor}}, and it reported "
-        f"{type(one).__name__}; drop --pp-slices, or report such a dictionary"
-    )
+    raise rules.NAMED.broken(kind=type(one).__name__)
 
 
 def _added(one: Any, other: Any) -> Any:
