@@ -1,13 +1,14 @@
 """Command line: ``megatron-ext`` or ``python -m megatron_ext``.
 
-Runs on a bare interpreter. A command is a module of ``commands`` whose ``add`` declares its parser
-and sets ``run``; add it to ``_COMMANDS``. Bad input, or an answer that cannot be written, ends in
+Runs on a bare interpreter. A command is an entry of ``commands.table`` and a module, which is
+imported when the command runs. Bad input, or an answer that cannot be written, ends in
 one sentence on stderr and exit status 2, Ctrl-C in one and 130; any other exception is a bug and
 stays a traceback. ``run`` returns the exit status; None is 0.
 """
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
 import os
@@ -16,24 +17,24 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from . import __version__
-from .commands.common import InputError, Parser
-from .commands.examples import add_examples
+from .commands.parser import InputError, Parser
+from .commands.table import COMMANDS
 from .schedule.generators import BrokenGenerator
 
-_COMMANDS = (
-    *("simulate", "schedule", "compare", "plan", "check", "show", "checkpoint", "patch", "doctor"),
-    *("reproduce", "prove", "explore", "completion"),
-)
 
-
-def make_parser() -> Parser:
-    """The parser of all commands."""
+def make_parser(only: str | None = None) -> Parser:
+    """The parser of all commands; with ``only``, of others than this one no options."""
     parser = Parser(prog="megatron-ext", description="Pipeline schedules for stock Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for name in _COMMANDS:
-        import_module(f".commands.{name}", __package__).add(commands)
-        add_examples(commands.choices[name], name)
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(
+            name, help=command.help, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        lines = [f"  {one.prog} {words}".rstrip() for words in command.examples]
+        one.epilog = "\n".join(["examples:", *lines])
+        if only in (None, name):
+            import_module(f".commands.{name}", __package__).declare(one)
     return parser
 
 
@@ -45,13 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         return _said(f"{name}: standard output is closed; send it to a file or to /dev/null", 2)
     try:
-        parser, argv = make_parser(), sys.argv[1:] if argv is None else argv
+        argv = sys.argv[1:] if argv is None else argv
+        parser = make_parser(argv[0] if argv else "")
+        name = " ".join([name, *(word for word in argv[:1] if word in COMMANDS)])
         try:
             if not argv:
                 parser.print_help()
                 return 0
             args = parser.parse_args(argv)
-            name = f"{parser.prog} {args.command}"
             status: int | None = args.run(args)
             return status or 0
         finally:

@@ -102,8 +102,6 @@ def options(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, str]]:
 
 def cli() -> str:
     """The page of all commands."""
-    from megatron_ext import cli as tool
-
     lines = ["# The command line", "", WRITTEN, ""]
     lines += [
         "`megatron-ext COMMAND`, or `python3 -m megatron_ext COMMAND`. All commands run on a bare "
@@ -114,7 +112,7 @@ def cli() -> str:
         "cannot be used or the answer not be written; 130 after Ctrl-C.",
         "",
     ]
-    subparsers = commands(tool)
+    subparsers = commands()
     lines += table(("command", "what it does"), ((f"[`{n}`](#{n})", h) for n, h, _ in subparsers))
     for name, text, parser in subparsers:
         lines += ["", f"## {name}", "", f"{(parser.description or text).strip()}", ""]
@@ -122,16 +120,12 @@ def cli() -> str:
     return "\n".join(lines) + "\n"
 
 
-def commands(tool: object) -> list[tuple[str, str, argparse.ArgumentParser]]:
+def commands() -> list[tuple[str, str, argparse.ArgumentParser]]:
     """Every command: its name, its one line, its parser."""
-    from megatron_ext.commands.common import Parser
+    from megatron_ext.cli import COMMANDS, make_parser
 
-    parser = Parser(prog="megatron-ext")
-    subparsers = parser.add_subparsers()
-    for name in tool._COMMANDS:  # type: ignore[attr-defined]
-        importlib.import_module(f"megatron_ext.commands.{name}").add(subparsers)
-    lines = {action.dest: action.help or "" for action in subparsers._choices_actions}
-    return [(name, lines[name], one) for name, one in subparsers.choices.items()]
+    (found,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return [(name, COMMANDS[name].help, one) for name, one in found.choices.items()]
 
 
 def flags() -> str:

@@ -9,22 +9,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from ..schedule import Costs, Schedule
+from ..schedule import Costs, Schedule, simulate
 from ..schedule.block_file import block_to_json, load_block
 from ..schedule.costs import number_to_json
 from ..schedule.generators import MOST_SETS
 from ..schedule.generators.blocks import PERIODIC, named_block
 from ..schedule.generators.building_block import Block
 from ..schedule.lifespan import Lifespans, lifespans, reordered
+from ..view import timeline
 from ..view.table import columns
 from .common import InputError, costs_of, refuse_large, refuse_others, user_input
 from .results import short
-
-
-def add_block_option(group: argparse._ActionsContainer, use: str) -> None:
-    """``--block``; ``use`` says what for."""
-    known = f"{', '.join(PERIODIC)}, or a block file"
-    group.add_argument("--block", metavar="NAME|FILE", help=f"{use}; {known}")
 
 
 def block_of(args: argparse.Namespace) -> tuple[Block, int]:
@@ -141,6 +136,17 @@ def block_text(found: Lifespans) -> str:
             found.why,
         ]
     )
+
+
+def block_timeline(args: argparse.Namespace, block: Block) -> timeline.Timeline:
+    """A building block repeated, or squeezed too. A pass takes 1 in both."""
+    name, microbatches = block_name(args.block), args.microbatches or 1
+    if not args.squeeze:
+        return timeline.stamped(block, name, microbatches)
+    ranks = tuple(tuple(row) for row in block.stamp(microbatches))
+    whole = Costs.of(*(block.placement.chunks,) * 3)  # a pass of one chunk takes 1
+    name += ", squeezed"
+    return timeline.planned(simulate(Schedule(name, block.placement, microbatches, ranks, whole)))
 
 
 def print_blocks(args: argparse.Namespace) -> None:

@@ -12,13 +12,11 @@ from .common import Parser, load, user_input, verify
 from .results import per_rank, units_text
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "check",
-        help="prove that a schedule file can be executed",
-        description="Exit status 1, with the first fault on stderr, if it cannot be executed; 2 if "
-        "it cannot be read.",
+def declare(parser: Parser) -> None:
+    """Its options."""
+    parser.description = (
+        "Exit status 1, with the first fault on stderr, if it cannot be executed; 2 if it cannot "
+        "be read."
     )
     parser.add_argument(
         "file", metavar="FILE", help="schedule file, .json or .csv; - is standard input"

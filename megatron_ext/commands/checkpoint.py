@@ -13,7 +13,7 @@ from typing import Any
 from .._input import shown
 from ..checkpoints import folder as saved
 from ..checkpoints.layout import Layout
-from .common import InputError, Parser
+from .parser import JSON, InputError, Options, Parser
 
 # Optimizer state in these formats fits every layout.
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
@@ -21,25 +21,24 @@ _OPTIMIZER = ("optimizer.", "chained_")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help="report which layout saved a checkpoint, and whether it is complete",
-        description="Reads names, sizes and descriptions; loads and runs nothing of a checkpoint. "
-        "Exit status 1 if the iteration that a run would load is incomplete or damaged.",
+def declare(parser: Parser) -> None:
+    """Its options."""
+    parser.description = (
+        "Reads names, sizes and descriptions; loads and runs nothing of a checkpoint. Exit status "
+        "1 if the iteration that a run would load is incomplete or damaged."
     )
     parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        type=Path,
-        help="the folder of --save, or of one iteration in it",
-    )
-    parser.add_argument(
-        "--iteration", type=int, metavar="N", help="iteration to report (default: the one to load)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+        "folder", metavar="FOLDER", type=Path, help="the folder of --save, or of one iteration "
+        "in it"
+    )  # fmt: skip
+    _OWN.declare(parser)
     parser.set_defaults(run=_checkpoint)
+
+
+_OWN = Options(
+    {"--iteration N": "iteration to report (default: the one to load)", **JSON.help},
+    kinds={"--iteration": int},
+)
 
 
 def _checkpoint(args: argparse.Namespace) -> int:

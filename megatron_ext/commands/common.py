@@ -1,4 +1,4 @@
-"""Shared by the commands: schedule options, input errors, formats of numbers."""
+"""Shared by the commands: what the options of schedules ask for, input errors, output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -15,7 +15,6 @@ from pathlib import Path
 from .._input import MOST_BYTES, flag_of, meant, shown
 from ..schedule import (
     AUTO,
-    NAMES,
     CheckReport,
     Costs,
     Link,
@@ -28,22 +27,19 @@ from ..schedule import (
 )
 from ..schedule.costs import with_stage_file
 from ..schedule.generators import default_effort
-from ..schedule.generators.registry import takers
 from ..schedule.io import load as load_file
 from ..schedule.io import read as read_schedule
-from ..schedule.link import DEFAULT_POLICY, POLICIES
+from ..schedule.link import DEFAULT_POLICY
 from ..schedule.memory_cap import ShareCap, parse_cap
 from ..schedule.named import CapExceeded
+from .options import KNOWN, takers, taking
+from .parser import JSON as JSON
+from .parser import InputError as InputError
+from .parser import Options as Options
 from .parser import Parser as Parser
-from .parser import effort as effort_of
 from .parser import positive as positive
-from .parser import seconds as seconds
-from .units import UNIT_OPTIONS as UNIT_OPTIONS
-from .units import add_unit_options, units_asked
-
-
-class InputError(Exception):
-    """What the user gave cannot be used; the text is the whole message."""
+from .parser import refuse_others as refuse_others
+from .units import units_asked
 
 
 @contextmanager
@@ -55,140 +51,11 @@ def user_input(path: str | None = None) -> Iterator[None]:
         raise InputError(f"{path}: {error}" if path else str(error)) from None
 
 
-# Which schedule: options shared by the commands that make or read one.
-
-
-def add_schedule_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Which schedule: ``--schedule``, its sizes and costs, and what shapes it."""
-    group = parser.add_argument_group("schedule")
-    group.add_argument(
-        "--schedule",
-        required=required,
-        metavar="NAME|FILE",
-        help=f"{', '.join(_KNOWN)} (the fastest that fits the cap), or a schedule file",
-    )
-    add_size_options(group)
-    add_shape_options(
-        group,
-        f"for {taking('takes_memory_cap')}; with --offload for all, of what stays on the device",
-        f"for {taking('takes_group_size')}",
-    )
-    add_offload_options(parser)
-
-
-def add_size_options(group: argparse._ActionsContainer, *, required: bool = False) -> None:
-    """Ranks, microbatches and chunks, and what the passes cost."""
-    group.add_argument("--pp", type=positive, required=required, metavar="P", help="pipeline ranks")
-    group.add_argument(
-        "--microbatches",
-        type=positive,
-        required=required,
-        metavar="M",
-        help="microbatches of one iteration",
-    )
-    group.add_argument("--chunks", type=positive, metavar="V", help="model chunks per rank")
-    add_unit_options(group)
-    group.add_argument(
-        "--cost", metavar="F,B,W[,HOP]", help="times per rank and microbatch (default 1,1,1,0)"
-    )
-    group.add_argument("--hop", metavar="T", help="latency of one transfer between ranks")
-    group.add_argument(
-        "--stage-cost",
-        metavar="FILE",
-        help='pass times of every stage, as JSON {"stages": [[F, B, W], ...]}; '
-        '"exchange": [[F, B], ...] adds the all-to-alls of experts in these',
-    )
-    group.add_argument(
-        "--exchange",
-        metavar="F,B",
-        help="part of F's and of B's time that is spent in all-to-alls of experts, with only "
-        "the network busy",
-    )
-    group.add_argument(
-        "--overlap",
-        action="store_true",
-        help="run forward and backward passes in pairs that hide --exchange, as training does with "
-        "--overlap-moe-expert-parallel-comm",
-    )
-    group.add_argument(
-        "--vocabulary",
-        metavar="S,T,E,G[,T]",
-        help="shard the vocabulary over all ranks: times of a rank's part of the output layer (S, "
-        "T) and embedding (E, G) per microbatch, and the latency of a collective; the other costs "
-        "are then those without vocabulary layers",
-    )
-    group.add_argument(
-        "--vocabulary-barriers",
-        type=int,
-        choices=(1, 2),
-        help="collectives between the last stage's F and B: 1 (default) computes the input "
-        "gradient in S, 2 in T",
-    )
-
-
-def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use: str) -> None:
-    """What shapes a generated schedule: memory cap, group size, objective, effort.
-
-    Args:
-        cap_use, group_use: what the command uses the cap and the group size for.
-    """
-    group.add_argument(
-        "--memory-cap",
-        metavar="X",
-        help=f"most activation memory, as a fraction of 1F1B's peak; {cap_use}",
-    )
-    group.add_argument(
-        "--group-size",
-        type=positive,
-        metavar="G",
-        help=f"microbatches per group, ceil(P/2) to P (default P); {group_use}",
-    )
-    group.add_argument(
-        "--objective",
-        type=lambda text: "span" if text == "rank-span" else text,
-        choices=("makespan", "span"),
-        metavar="{makespan,rank-span}",
-        help="minimize the iteration time (makespan, default), or the longest span of a rank, for "
-        "optimizer post-validation; for generated schedules",
-    )
-    group.add_argument(
-        "--effort",
-        type=effort_of,
-        metavar="SECONDS",
-        help="approximate search time of a V schedule at unequal costs, on one core (default 1); "
-        "counted in passes tried, so every machine finds the same order",
-    )
-
-
-def add_offload_options(parser: argparse.ArgumentParser) -> None:
-    """Which activation sets leave the device, and how."""
-    group = parser.add_argument_group("offload of activations to the host")
-    group.add_argument(
-        "--offload",
-        metavar="WHAT",
-        help="chunks of each rank to offload, longest lifespan first: half, full (all) or N; auto: "
-        "what the link carries without a stall; off",
-    )
-    group.add_argument(
-        "--offload-time",
-        metavar="T[,T2]",
-        help="transfer time of one activation set to the host, and back (default the same), as a "
-        "fraction of its chunk's F+B+W (PipeOffload's k is T + T2); a list, such as 0.25x7:1.5, "
-        "has one number per rank or stage (xN: N equal ones)",
-    )
-    group.add_argument(
-        "--offload-transfer",
-        choices=POLICIES,
-        help=f"single: one copy stream; dual: one per direction; paired: two neighbours that share "
-        f"a switch never copy in the same direction at once (default {DEFAULT_POLICY})",
-    )
-
-
 def offloads(args: argparse.Namespace) -> bool:
     """True if ``--offload`` asks for it.
 
     Raises:
-        InputError: its options are incomplete, or are there without it.
+        InputError: its options are incomplete.
     """
     asked = args.offload not in (None, "off")
     if asked and args.offload_time is None:
@@ -196,25 +63,12 @@ def offloads(args: argparse.Namespace) -> bool:
             f"--offload {args.offload} needs --offload-time T too, the time of one activation set "
             "to the host as a fraction of its chunk's F+B+W, such as 0.25"
         )
-    for option in ("offload_time", "offload_transfer"):
-        if getattr(args, option) is not None and not asked:
-            raise InputError(
-                f"{flag_of(option)} {getattr(args, option)} is for --offload; give both"
-            )
     return asked
-
-
-_KNOWN = (*NAMES, AUTO)
-
-
-def taking(option: str) -> str:
-    """The schedules that have an option of ``Generator``'s ``takes_...``, in words."""
-    return " and ".join([*takers(option), *([AUTO] if option == "takes_memory_cap" else [])])
 
 
 def is_file(name: str) -> bool:
     """True if ``--schedule`` names a file, not a generator."""
-    return name not in _KNOWN and (
+    return name not in KNOWN and (
         name == "-" or name.endswith((".json", ".csv")) or os.sep in name or Path(name).is_file()
     )
 
@@ -233,11 +87,7 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
             base = base.with_exchange([args.exchange.split(",")])
         elif args.overlap and base.exchange is None:
             raise InputError("--overlap hides the communication of --exchange F,B; give both")
-        if args.vocabulary is None:
-            if args.vocabulary_barriers is not None:
-                raise InputError("--vocabulary-barriers is for --vocabulary; give both")
-            return base
-        return base.with_vocabulary(args.vocabulary.split(","))
+        return base if args.vocabulary is None else base.with_vocabulary(args.vocabulary.split(","))
 
 
 def load(path: str) -> Schedule:
@@ -313,21 +163,6 @@ def offload_of(args: argparse.Namespace, pp: int) -> OffloadSpec:
         raise InputError(f"--offload-time {shown(args.offload_time)}: {error}") from None
 
 
-def refuse_others(args: argparse.Namespace, what: str, taken: Collection[str]) -> None:
-    """Refuse every option of the command that ``what``, one of its modes, does not take.
-
-    Args:
-        args: as the command's parser gives them.
-        what: the mode, as the user asks for it.
-        taken: names of its options' values.
-    """
-    for name, option in args.declared.items():
-        value = getattr(args, name)
-        if name not in taken and value != option.default:
-            given = option.flag if value is True else f"{option.flag} {value}"
-            raise InputError(f"{given} is not for {what}; leave {option.flag} out")
-
-
 def refuse_large(schedule: Schedule) -> None:
     """Costs beyond what floats show are an error."""
     costs = schedule.costs
@@ -343,10 +178,10 @@ _LARGEST_COST = 10**12  # beyond, times no longer fit the floats that they are p
 
 def _check_name(args: argparse.Namespace, offload: bool) -> None:
     """Refuse a schedule that is not known, lacks its sizes, or does not take an option."""
-    if args.schedule not in _KNOWN:
+    if args.schedule not in KNOWN:
         raise InputError(
-            f"unknown schedule {args.schedule!r}; give one of {', '.join(_KNOWN)}, or a file"
-            + meant(args.schedule, _KNOWN)
+            f"unknown schedule {args.schedule!r}; give one of {', '.join(KNOWN)}, or a file"
+            + meant(args.schedule, KNOWN)
         )
     missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
     if missing:

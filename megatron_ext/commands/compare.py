@@ -17,55 +17,43 @@ from ..schedule.generators import GENERATORS, BrokenGenerator
 from ..schedule.named import CapExceeded
 from ..schedule.simulate import simulate
 from ..view.table import columns
-from .common import (
-    InputError,
-    Parser,
-    add_offload_options,
-    add_shape_options,
-    add_size_options,
-    memory_cap,
-    offloads,
-    refuse_large,
-)
-from .compared import GROUPED, asked_of, files_of, fitted, refuse_sizes
-from .network import add_network_options, network_json, network_of, network_text
+from .common import JSON, InputError, Parser, memory_cap, offloads, refuse_large
+from .compared import asked_of, files_of, fitted, refuse_sizes
 from .numbers import Shown, json_of, table_of
-from .quality import add_jitter_options, jitter_of, percent, simulated
-from .results import cost_json, costs_text, short, units_text
+from .options import GROUPED, JITTER, NETWORK, SHAPE_OF_ALL, SIZES, declare_offload
+from .quality import jitter_of, percent, simulated
+from .results import (
+    cost_json,
+    costs_text,
+    network_json,
+    network_of,
+    network_text,
+    short,
+    units_text,
+)
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser("compare", help="compare every schedule, and schedule files")
+def declare(parser: Parser) -> None:
+    """Its options."""
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="schedule files, rows beside the others; they "
         "give sizes and costs that options do not"
     )  # fmt: skip
-    add_options(parser, required=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    declare_all(parser)
+    JSON.declare(parser)
     parser.set_defaults(run=_compare)
 
 
-def add_options(parser: Parser, *, required: bool = True) -> None:
-    """What is asked of all schedules; ``required``: the sizes."""
-    group = parser.add_argument_group("pipeline")
-    add_size_options(group, required=required)
-    add_shape_options(
-        group,
-        "what a schedule is made for where it takes a cap; marked where it exceeds it; with "
-        "--offload of what stays on the device",
-        f"for {GROUPED}",
-    )
-    add_offload_options(parser)
-    add_network_options(parser)
-    add_jitter_options(parser)
+def declare_all(parser: Parser) -> None:
+    """What is asked of all schedules."""
+    parser.declare("pipeline", *SIZES, SHAPE_OF_ALL)
+    declare_offload(parser)
+    NETWORK.declare(parser)
+    parser.declare("robustness", JITTER)
 
 
 def _compare(args: argparse.Namespace) -> int:
     files = files_of(args)
-    missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
-    if missing:
-        raise InputError(f"the following arguments are required: {', '.join(missing)}, or a file")
     refuse_sizes(args)
     cuts = _cuts(args)
     asked = asked_of(cuts[0])

@@ -12,9 +12,8 @@ from ..schedule.generators import GENERATORS
 from ..schedule.memory_cap import ShareCap
 from ..schedule.named import CapExceeded, keeps
 from ..schedule.schedule import Schedule
-from .common import InputError, offload_of, offloads, sizes_of, spec_of, taking
-
-GROUPED = taking("takes_group_size")
+from .common import InputError, offload_of, offloads, sizes_of, spec_of
+from .options import GROUPED
 
 
 def files_of(args: argparse.Namespace) -> dict[str, Schedule]:
@@ -38,7 +37,11 @@ def files_of(args: argparse.Namespace) -> dict[str, Schedule]:
 
 
 def refuse_sizes(args: argparse.Namespace) -> None:
-    """Refuse sizes for which no schedule can be compared."""
+    """Refuse sizes for which no schedule can be compared, or none."""
+    missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
+    if missing:
+        end = ", or a file" if hasattr(args, "files") else ""
+        raise InputError(f"the following arguments are required: {', '.join(missing)}{end}")
     if args.pp < 2:
         raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
     least = -(-args.pp // 2)

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import shlex
 from collections.abc import Iterator
 
-from ..schedule import AUTO, NAMES
-from .common import Parser
+from .parser import Parser
 
-# Values that the parsers do not list as choices.
-_VALUES = {
-    "--schedule": (*NAMES, AUTO),
-    "--schedules": NAMES,
-    "--block": NAMES,
-    "--offload": ("auto", "half", "full", "off"),
-}
 _SCRIPT = """\
 _megatron_ext() {{
     local word path="" cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}"
@@ -39,21 +30,22 @@ complete -o default -F _megatron_ext megatron-ext
 """
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "completion",
-        help="print a script that completes commands and options in bash or zsh",
-        description="bash: add `source <(megatron-ext completion bash)` to ~/.bashrc; zsh: the "
-        "same with zsh in ~/.zshrc, after compinit.",
+def declare(parser: Parser) -> None:
+    """Its one argument."""
+    parser.description = (
+        "bash: add `source <(megatron-ext completion bash)` to ~/.bashrc; zsh: the same with zsh "
+        "in ~/.zshrc, after compinit."
     )
     parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
-    parser.set_defaults(run=functools.partial(_completion, commands))
+    parser.set_defaults(run=_completion)
 
 
-def _completion(commands: argparse._SubParsersAction[Parser], args: argparse.Namespace) -> None:
+def _completion(args: argparse.Namespace) -> None:
+    from ..cli import make_parser
+
     if args.shell == "zsh":
         print("autoload -U +X bashcompinit && bashcompinit")
+    (commands,) = _nested(make_parser())
     print(script(commands), end="")
 
 
@@ -66,7 +58,7 @@ def script(commands: argparse._SubParsersAction[Parser]) -> str:
         for action in parser._actions:
             own += action.option_strings or [str(choice) for choice in action.choices or ()]
             for option in action.option_strings:
-                known = action.choices or _VALUES.get(option)
+                known = action.choices or parser.words.get(option)
                 if known and action.nargs != 0:
                     values.append(_case(f"{path} {option}", map(str, known), "; return"))
         words.append(_case(path, own))
@@ -85,10 +77,13 @@ def _case(pattern: str, words: Iterator[str] | tuple[str, ...] | list[str], end:
 
 def _parsers(
     path: str, commands: argparse._SubParsersAction[Parser]
-) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+) -> Iterator[tuple[str, Parser]]:
     """Every command, and every action of one, with the words that lead to it."""
     for name, parser in commands.choices.items():
         yield f"{path} {name}", parser
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                yield from _parsers(f"{path} {name}", action)
+        for actions in _nested(parser):
+            yield from _parsers(f"{path} {name}", actions)
+
+
+def _nested(parser: Parser) -> list[argparse._SubParsersAction[Parser]]:
+    return [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]

@@ -15,66 +15,53 @@ from ..plan.model import PlanError
 from ..plan.moe_layer import GivenCosts, scaled
 from ..plan.moe_times import allowed_plans, job_costs
 from ..plan.times import price_of
-from .common import InputError, output, positive, refuse_others, user_input
+from .common import InputError, Options, Parser, output, positive, refuse_others, user_input
 from .moe_report import RENDERERS, Layer, drawn, picture_of, report_json, report_text
-from .plan_device import add_exchange_rate, exchange_rates
+from .plan_device import EXCHANGE_RATE, exchange_rates
 from .plan_input import FORMS, from_line
 
 _COSTS = ("exchange", "experts", "input", "inside", "again", "latency", "launch")
 _MOE = tuple(map(attribute, (moe_job.CHUNKS, moe_job.REUSE, moe_job.BUDGET)))
 
 
-def add_layer_options(parser: argparse.ArgumentParser) -> None:
+def declare_layer(parser: Parser) -> None:
     """Options of ``simulate --moe``; Megatron's flags are not listed."""
     group = parser.add_argument_group(
         "one MoE layer in place of a schedule",
         "--moe-pipeline-chunks and --moe-memory-reuse as in training, model and division as "
         "Megatron's own flags; what is left open is compared, and the fastest drawn",
     )
-    group.add_argument("--moe", action="store_true", help="draw the streams of one MoE layer")
-    group.add_argument("--from-args", metavar="LINE|FILE", help=FORMS)
-    group.add_argument("--gpu", metavar="GPU", help=f"{', '.join(GPUS)} (default H100)")
-    group.add_argument(
-        "--gpus-per-node",
-        type=positive,
-        metavar="N",
-        help="devices that the peer link connects; all-to-alls of more expert-parallel ranks use "
-        "the network too (default 8; GB200 and GB300 72)",
-    )
-    add_exchange_rate(group)
-    group.add_argument(
-        "--moe-cost",
-        metavar="KEY=T,...",
-        help=f"times of a call: {', '.join(_COSTS)} (the last two per operation); in ms, they "
-        "replace the model's; without a model, any unit (give exchange and experts)",
-    )
-    group.add_argument(
-        "--lookahead",
-        type=positive,
-        metavar="N",
-        help="number of dispatches before the first combine",
-    )
-    group.add_argument(
-        "--split-backward",
-        action="store_true",
-        help="leave weight gradients to W passes, as zero-bubble schedules do; with none",
-    )
-    group.add_argument(
-        "--output", metavar="PATH", help=f"write {', '.join(RENDERERS)} (.json: Chrome trace)"
-    )
-    group.add_argument(
-        "--width", type=int, metavar="COLUMNS", help="width of the text (default 120)"
-    )
+    for table in (_LAYER, EXCHANGE_RATE, _DRAWN):
+        table.declare(parser, group)
     add_flags(group)
     names = [action.dest for action in group._group_actions if action.dest != "moe"]
+    parser.needs |= dict.fromkeys(names, "--moe")
     parser.set_defaults(of_layer=names)
 
 
-def refuse_layer_options(args: argparse.Namespace) -> None:
-    """Without ``--moe`` all of them are errors."""
-    given = [name for name in args.of_layer if getattr(args, name, None)]
-    if given:
-        raise InputError(f"{flag_of(given[0])} is for one MoE layer; give --moe too, or drop it")
+_LAYER = Options(
+    {
+        "--moe": "draw the streams of one MoE layer",
+        "--from-args LINE|FILE": FORMS,
+        "--gpu GPU": f"{', '.join(GPUS)} (default H100)",
+        "--gpus-per-node N": "devices that the peer link connects; all-to-alls of more "
+        "expert-parallel ranks use the network too (default 8; GB200 and GB300 72)",
+    },
+    kinds={"--gpus-per-node": positive},
+)
+_DRAWN = Options(
+    {
+        "--moe-cost KEY=T,...": f"times of a call: {', '.join(_COSTS)} (the last two per "
+        "operation); in ms, they replace the model's; without a model, any unit (give exchange "
+        "and experts)",
+        "--lookahead N": "number of dispatches before the first combine",
+        "--split-backward": "leave weight gradients to W passes, as zero-bubble schedules do; "
+        "with none",
+        "--output PATH": f"write {', '.join(RENDERERS)} (.json: Chrome trace)",
+        "--width COLUMNS": "width of the text (default 120)",
+    },
+    kinds={"--lookahead": positive, "--width": int},
+)
 
 
 def simulate_layer(args: argparse.Namespace) -> None:

@@ -8,14 +8,11 @@ import sys
 from pathlib import Path
 
 from .. import patching
-from .common import InputError, Parser
+from .parser import JSON, InputError, Parser
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "patch", help="add our flags to a Megatron-LM checkout, or remove them"
-    )
+def declare(parser: Parser) -> None:
+    """Its actions."""
     actions = parser.add_subparsers(
         required=True, metavar="ACTION", dest="action", help="apply, status or revert"
     )
@@ -26,7 +23,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     ):
         action = actions.add_parser(name, help=text)
         action.add_argument("checkout", metavar="CHECKOUT", type=Path, help="a Megatron-LM folder")
-        action.add_argument("--json", action="store_true", help="print one JSON object")
+        JSON.declare(action)
     parser.set_defaults(run=_patch)
 
 

@@ -9,7 +9,7 @@ import time
 from .._terminal import Progress
 from ..plan.search import Search
 from . import plan_device, plan_input, plan_k, plan_lengths, plan_space
-from .common import InputError, Parser, user_input
+from .common import JSON, InputError, Options, Parser, user_input
 from .plan_baseline import BESIDE_GIVEN, baselines, baselines_json, of_given_sizes
 from .plan_given import Given, difference, freed, jobs, replaced
 from .plan_report import report_json
@@ -26,20 +26,25 @@ for all parallel sizes that are not given.
 """
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "plan", help="find the fastest flags that fit a memory budget", description=_HELP
-    )
-    plan_input.add_options(parser)
-    plan_device.add_options(parser)
-    plan_space.add_options(parser)
-    plan_lengths.add_option(parser)
-    parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
-    parser.add_argument("--verbose", action="store_true", help="print all assumptions too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+def declare(parser: Parser) -> None:
+    """Its options."""
+    parser.description = _HELP
+    plan_input.declare(parser)
+    plan_device.declare(parser)
+    plan_space.declare(parser)
+    for table in (plan_lengths.OPTION, _OWN):
+        table.declare(parser)
     parser.set_defaults(run=_plan)
-    plan_k.add_tables(parser)
+    plan_k.declare(parser)
+
+
+_OWN = Options(
+    {
+        "--output FILE": "write the chosen schedule to FILE.json",
+        "--verbose": "print all assumptions too",
+        **JSON.help,
+    }
+)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ..plan import collectives, launches, memory, moe_times, slices, times
 from ..plan.divisions import RULES
 from ..plan.space import SearchSpace
-from .network import network_text
 from .plan_options import pair_assumptions
+from .results import network_text
 
 
 def assumptions(space: SearchSpace, notes: Sequence[str], several: bool) -> list[str]:

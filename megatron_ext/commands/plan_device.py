@@ -8,54 +8,48 @@ from typing import Any
 from .._input import parse_bytes
 from ..plan.gpu import GPUS, Gpu, gpu_of
 from ..plan.model import PlanError
+from .parser import Options, Parser
+
+EXCHANGE_RATE = Options(
+    {
+        "--exchange-bandwidth X": "measured rate, in bytes/s, at which a device's rows reach the "
+        "experts of other ranks, for example with DeepEP",
+    },
+    kinds={"--exchange-bandwidth": float},
+)
+_DEVICE = Options(
+    {
+        "--gpu GPU": f"{', '.join(GPUS)} (default H100), or FILE.json",
+        "--memory-cap BYTES": "the most that one rank may hold on its device, such as 40GiB "
+        "(default: the device's memory less the reserve)",
+        "--reserve BYTES": "memory for libraries, communicators and fragmentation, if there is no "
+        "--memory-cap (default 6GiB)",
+        "--host-memory BYTES": "host memory for a rank's offloaded sets",
+        "--gpu-flops X": "peak dense 16-bit FLOP/s",
+        "--gpu-memory BYTES": "memory of the device",
+        "--gpu-bandwidth X": "memory bandwidth, bytes/s",
+        "--host-bandwidth X[,X2]": "bandwidth to the host, and back, bytes/s",
+        "--peer-bandwidth X": "bandwidth in a node, bytes/s",
+        "--network-bandwidth X": "between nodes, bytes/s each way",
+    },
+    kinds=dict.fromkeys(
+        ("--gpu-flops", "--gpu-bandwidth", "--peer-bandwidth", "--network-bandwidth"), float
+    ),
+    defaults={"--gpu": "H100", "--reserve": "6GiB"},
+)
+_MEASURED = Options(
+    {
+        "--efficiency X": "share of the peak that large matrix products reach",
+        "--profile FILE": "measured times, bytes and rates in place of computed ones; one for each "
+        "microbatch size and recompute setting",
+    },
+    kinds={"--efficiency": float, "--profile": list},
+)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What describes them."""
-    group = parser.add_argument_group("device and budget")
-    group.add_argument(
-        "--gpu", default="H100", help=f"{', '.join(GPUS)} (default H100), or FILE.json"
-    )
-    group.add_argument(
-        "--memory-cap", metavar="BYTES", help="the most that one rank may hold on its device, "
-        "such as 40GiB (default: the device's memory less the reserve)"
-    )  # fmt: skip
-    group.add_argument(
-        "--reserve", default="6GiB", metavar="BYTES", help="memory for libraries, communicators "
-        "and fragmentation, if there is no --memory-cap (default 6GiB)"
-    )  # fmt: skip
-    group.add_argument(
-        "--host-memory", metavar="BYTES", help="host memory for a rank's offloaded sets"
-    )
-    group.add_argument("--gpu-flops", type=float, metavar="X", help="peak dense 16-bit FLOP/s")
-    group.add_argument("--gpu-memory", metavar="BYTES", help="memory of the device")
-    group.add_argument("--gpu-bandwidth", type=float, metavar="X", help="memory bandwidth, bytes/s")
-    group.add_argument(
-        "--host-bandwidth", metavar="X[,X2]", help="bandwidth to the host, and back, bytes/s"
-    )
-    group.add_argument(
-        "--peer-bandwidth", type=float, metavar="X", help="bandwidth in a node, bytes/s"
-    )
-    group.add_argument(
-        "--network-bandwidth", type=float, metavar="X", help="between nodes, bytes/s each way"
-    )
-    add_exchange_rate(group)
-    group.add_argument(
-        "--efficiency", type=float, metavar="X", help="share of the peak that large matrix "
-        "products reach"
-    )  # fmt: skip
-    group.add_argument(
-        "--profile", action="append", metavar="FILE", help="measured times, bytes and rates in "
-        "place of computed ones; one for each microbatch size and recompute setting"
-    )  # fmt: skip
-
-
-def add_exchange_rate(group: argparse._ActionsContainer) -> None:
-    """At which experts' rows travel, in place of what follows from links and nodes."""
-    group.add_argument(
-        "--exchange-bandwidth", type=float, metavar="X", help="measured rate, in bytes/s, at "
-        "which a device's rows reach the experts of other ranks, for example with DeepEP"
-    )  # fmt: skip
+def declare(parser: Parser) -> None:
+    """What describes the device and the budget."""
+    parser.declare("device and budget", _DEVICE, EXCHANGE_RATE, _MEASURED)
 
 
 def exchange_rates(args: argparse.Namespace) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ..plan.flags import FLAGS, add_flags, notes_on, read
 from ..plan.inputs.arguments import of_arguments, read_recipe
 from ..plan.inputs.huggingface import read_config
 from ..plan.model import PlanError
+from .parser import Options, Parser
 from .training_command import FORMS as FORMS
 from .training_command import read_command
 
@@ -58,24 +59,22 @@ _READERS = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def declare(parser: Parser) -> None:
     """Megatron's flags, one by one or as a line, and files that describe a model."""
-    parser.add_argument(
-        "--from-args", metavar="LINE|FILE", help=f"{FORMS}; what plan does not know is ignored and "
-        "listed; flags beside it win"
-    )  # fmt: skip
-    parser.add_argument(
-        "--hf-config", metavar="FILE", help="a Hugging Face model's config.json; flags win"
-    )
-    parser.add_argument(
-        "--bridge-config", metavar="FILE", help="a Megatron-Bridge recipe's settings: "
-        "ConfigContainer.to_dict() as JSON; flags win"
-    )  # fmt: skip
-    parser.add_argument(
-        "--checkpoint", metavar="FOLDER", help="the folder of --save: the arguments saved there; "
-        "flags win"
-    )  # fmt: skip
+    _FILES.declare(parser)
     add_flags(parser.add_argument_group("model and division"))
+
+
+_FILES = Options(
+    {
+        "--from-args LINE|FILE": f"{FORMS}; what plan does not know is ignored and listed; flags "
+        "beside it win",
+        "--hf-config FILE": "a Hugging Face model's config.json; flags win",
+        "--bridge-config FILE": "a Megatron-Bridge recipe's settings: ConfigContainer.to_dict() as "
+        "JSON; flags win",
+        "--checkpoint FOLDER": "the folder of --save: the arguments saved there; flags win",
+    }
+)
 
 
 def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -15,10 +15,11 @@ from ..plan.transfer import Transfer, layer_transfer, transfers
 from ..view.table import columns
 from . import plan_device, plan_input
 from .common import user_input
+from .parser import Parser
 from .plan_calibration import show_calibration
 
 
-def add_tables(parser: argparse._ActionsContainer) -> None:
+def declare(parser: Parser) -> None:
     """Options that print a table of the time model in place of a plan."""
     group = parser.add_argument_group("tables in place of a plan")
     for flag, show, text in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -14,20 +13,19 @@ from ..plan.slices import attention_share
 from ..schedule import ScheduleError, ScheduleSpec, select, simulate_messages
 from ..schedule.costs import number_to_json
 from ..schedule.units import shares_of
+from .parser import Options
 from .units import factors_of
 
 _FLAG = "--microbatch-cost"
 
 
-def add_option(group: argparse._ActionsContainer) -> None:
-    """Declare it."""
-    group.add_argument(
-        _FLAG,
-        metavar="W,W,...|FILE",
-        help="show too what the answers take where microbatches differ, by factors of the costs of "
-        "each, or a file as for simulate: after a line `tokens` the length of each. Answers with "
-        "another number of microbatches are left out",
-    )
+OPTION = Options(
+    {
+        f"{_FLAG} W,W,...|FILE": "show too what the answers take where microbatches differ, by "
+        "factors of the costs of each, or a file as for simulate: after a line `tokens` the length "
+        "of each. Answers with another number of microbatches are left out",
+    }
+)
 
 
 class Lengths(NamedTuple):

@@ -12,7 +12,6 @@ from ..plan.result import Result
 from ..plan.space import SearchSpace
 from ..plan.throughput import devices, throughput
 from ..schedule.costs import number_to_json
-from .network import network_json
 from .plan_assumed import assumptions
 from .plan_moe import plan_layer_json, plan_words
 from .plan_nodes import nodes_json, rank_json
@@ -22,6 +21,7 @@ from .plan_options import (
     post_validation_json,
     whole_vocabulary,
 )
+from .results import network_json
 
 
 def report_json(

@@ -15,73 +15,15 @@ from ..plan.profile import Profile
 from ..plan.slices import NUMBERS, refusal
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
-from ..schedule.link import DEFAULT_POLICY, POLICIES
-from .common import positive
-from .network import add_network_options, network_of
+from .options import NETWORK, SEARCHED
+from .parser import Parser
 from .plan_given import Given
+from .results import network_of
 
 
-def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The options; returns their group."""
-    group = parser.add_argument_group("what is searched")
-    group.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
-    group.add_argument(
-        "--microbatches", type=positive, metavar="M", help="microbatches of one iteration at the "
-        "job's own --micro-batch-size, in place of --global-batch-size"
-    )  # fmt: skip
-    group.add_argument("--schedules", metavar="A,B", help=f"among {', '.join(NAMES)} (default all)")
-    group.add_argument("--chunks", metavar="V,V", help="model chunks per rank (default 2,4)")
-    group.add_argument(
-        "--micro-batch-sizes", metavar="B,B", help="default 1, 2, 4 and the job's own, if they "
-        "divide the batch"
-    )  # fmt: skip
-    group.add_argument(
-        "--cheap-recompute", choices=("auto", "on", "off"), help="auto (default): try both"
-    )
-    group.add_argument(
-        "--offload", choices=("auto", "half", "full", "any", "off"), help="offload in every "
-        "candidate (half, full, auto), in none (off), or where it may pay (any, the default: half "
-        "and full, or auto if the link is too slow for those)"
-    )  # fmt: skip
-    group.add_argument(
-        "--offload-transfer", choices=POLICIES, default=DEFAULT_POLICY, help="as in simulate"
-    )
-    group.add_argument(
-        "--no-balance", action="store_true", help="keep Megatron's even split of the layers"
-    )
-    group.add_argument(
-        "--shard-vocabulary", choices=("auto", "off"), default="auto", help="auto (default): try "
-        "--pp-vocab-parallel where training allows it; off: do not; with --pp-vocab-parallel "
-        "itself, every candidate has it"
-    )  # fmt: skip
-    group.add_argument(
-        "--slices", metavar="K,K", help="of every sequence, tried with the likely fastest "
-        "schedules where microbatches are few or sequences long: numbers, auto (default: 2,4 where "
-        "training cuts such models), or off"
-    )  # fmt: skip
-    group.add_argument(
-        "--effort", type=float, default=1.0, metavar="X", help="factor on the work of the search "
-        "(1: about 15 s of one core)"
-    )  # fmt: skip
-    group.add_argument(
-        "--objective", choices=("time", "memory"), default="time", help="what is made small: "
-        "time (default), or memory, with iterations at most --slower than the fastest's"
-    )  # fmt: skip
-    group.add_argument(
-        "--slower", type=share, metavar="X%", help="with --objective memory: such as 5%% "
-        "(default) of the fastest's time"
-    )  # fmt: skip
-    group.add_argument(
-        "--grid", action="store_true", help="search all parallel sizes but those given beside "
-        "--from-args; without --pp they always are searched, if they are not given"
-    )  # fmt: skip
-    group.add_argument(
-        "--gpus-per-node", type=positive, metavar="N", help="devices that the peer link "
-        "connects: the most tensor-parallel ranks; more data- or expert-parallel ranks use the "
-        "network too (default 8; GB200 and GB300 72)"
-    )  # fmt: skip
-    add_network_options(group)
-    return group
+def declare(parser: Parser) -> None:
+    """What is searched."""
+    parser.declare("what is searched", SEARCHED, NETWORK)
 
 
 def spaces(
@@ -227,31 +169,10 @@ def recompute(args: argparse.Namespace, job: Job) -> tuple[bool, ...]:
 
 
 def slower(args: argparse.Namespace) -> Fraction | None:
-    """By which share an answer may be slower than the fastest; None: the objective is time.
-
-    Raises:
-        PlanError: it is given for that.
-    """
+    """By which share an answer may be slower than the fastest; None: the objective is time."""
     if args.objective == "memory":
         return Fraction(1, 20) if args.slower is None else Fraction(args.slower)
-    if args.slower is not None:
-        raise PlanError("--slower is for --objective memory; give both")
     return None
-
-
-def share(text: str) -> Fraction:
-    """A share of 1 such as 5% or 0.05, from 0 to 10.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    try:
-        found = Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        found = Fraction(-1)
-    if not 0 <= found <= 10:
-        raise argparse.ArgumentTypeError(f"must be a share such as 5% or 0.05, got {text!r}")
-    return found
 
 
 def numbers(text: str | None, flag: str) -> tuple[int, ...] | None:

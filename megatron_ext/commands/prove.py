@@ -13,51 +13,49 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .common import InputError, output, positive, user_input
+from .common import InputError, output, user_input
+from .parser import JSON, Options, Parser, positive
 from .training_command import FORMS, read_command
 
 if TYPE_CHECKING:
     from ..prove.report import Report
     from ..prove.shrink import Shrunk
 
-_EXAMPLES = """examples:
-  megatron-ext prove -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
-  megatron-ext prove --from-args train.sbatch --page report.html
-  megatron-ext prove --races 5 -- pretrain_gpt.py ... --pp-schedule v-half
-"""
 
-
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "prove",
-        help="shrink a training command, run it on CPU ranks, name the first tensor that differs",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def declare(parser: Parser) -> None:
+    """Its options."""
     parser.set_defaults(run=_prove)
-    parser.add_argument("--from-args", metavar="LINE|FILE", help=FORMS)
-    parser.add_argument("--script", help="training script, where the command has none")
-    parser.add_argument("--world-size", type=positive, default=0, metavar="N", help="ranks of the "
-                        "command, where it does not say (decides data parallelism)")  # fmt: skip
-    parser.add_argument("--ranks", type=positive, default=16, metavar="N",
-                        help="CPU ranks to use at most (default: 16)")  # fmt: skip
-    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="training steps "
-                        "(default: 3)")  # fmt: skip
-    parser.add_argument("--precision", choices=("double", "single"), default="double",
-                        help="of the runs (default: double, in which nothing hides)")  # fmt: skip
-    parser.add_argument("--races", type=int, default=0, metavar="N",
-                        help="also run it N times with late messages and copies")  # fmt: skip
-    parser.add_argument("--uneven-masks", action="store_true", help="give samples different "
-                        "numbers of tokens that count, as fine-tuning data has")  # fmt: skip
-    parser.add_argument("--no-bisect", action="store_true", help="do not look for the flags that "
-                        "a difference needs")  # fmt: skip
-    parser.add_argument("--show", action="store_true", help="print what would be run, no more")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--page", metavar="FILE", help="write an HTML page")
-    parser.add_argument("--folder", metavar="DIR", help="keep logs and tensors here")
+    _OWN.declare(parser)
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- WORDS",
                         help="the command, or the arguments of the script in FILE")  # fmt: skip
+
+
+_OWN = Options(
+    {
+        "--from-args LINE|FILE": FORMS,
+        "--script SCRIPT": "training script, where the command has none",
+        "--world-size N": "ranks of the command, where it does not say (decides data parallelism)",
+        "--ranks N": "CPU ranks to use at most (default: 16)",
+        "--steps N": "training steps (default: 3)",
+        "--precision": "of the runs (default: double, in which nothing hides)",
+        "--races N": "also run it N times with late messages and copies",
+        "--uneven-masks": "give samples different numbers of tokens that count, as fine-tuning "
+        "data has",
+        "--no-bisect": "do not look for the flags that a difference needs",
+        "--show": "print what would be run, no more",
+        **JSON.help,
+        "--page FILE": "write an HTML page",
+        "--folder DIR": "keep logs and tensors here",
+    },
+    kinds={
+        **dict.fromkeys(("--world-size", "--ranks", "--steps"), positive),
+        **{"--races": int, "--precision": ("double", "single")},
+    },
+    defaults={
+        **{"--world-size": 0, "--ranks": 16, "--steps": 3},
+        **{"--races": 0, "--precision": "double"},
+    },
+)
 
 
 def _prove(args: argparse.Namespace) -> int:

@@ -6,17 +6,16 @@ import argparse
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from .._input import flag_of, fraction, shown
 from ..schedule.bounds import lower_bound
 from ..schedule.costs import number_to_json
 from ..schedule.generators import MOST_SECONDS, generated_by
-from ..schedule.jitter import MOST, RUNS, Spread, jitter
+from ..schedule.jitter import RUNS, Spread, jitter
 from ..schedule.memory_cap import Cap
 from ..schedule.network import Network
 from ..schedule.passes.lower import lower
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation, simulate
-from .common import InputError, Parser, memory_cap, positive
+from .common import InputError, memory_cap
 from .results import short
 
 
@@ -98,44 +97,11 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
     return Gap(bound, kind, time / bound - 1, peak, fused, span)
 
 
-def _spread(value: str) -> Fraction:
-    """Relative standard deviation of a pass time, as an argparse type."""
-    try:
-        number = fraction(value)
-    except ValueError:
-        number = Fraction(-1)
-    if not 0 <= number <= MOST:
-        raise argparse.ArgumentTypeError(
-            f"must be a number from 0 to {MOST}, such as 0.1, got {shown(value)}"
-        )
-    return number
-
-
-def add_jitter_options(parser: Parser) -> None:
-    """``--jitter``, ``--runs`` and ``--seed``."""
-    group = parser.add_argument_group("robustness")
-    group.add_argument(
-        "--jitter",
-        type=_spread,
-        metavar="X",
-        help="add the makespan under random pass times, lognormal around their costs with relative "
-        "standard deviation X, such as 0.1; auto then prefers, among equally fast schedules, the "
-        "one with the smallest mean, and `schedule` writes an order that is as fast with a smaller "
-        "mean",
-    )
-    group.add_argument(
-        "--runs", type=positive, metavar="N", help=f"number of random runs (default {RUNS})"
-    )
-    group.add_argument(
-        "--seed", type=int, metavar="S", help="seed of the random pass times (default 0)"
-    )
-
-
 _PASS_SECONDS = 3e-6  # of a pass of a random run, measured
 
 
 class Jitter(NamedTuple):
-    """What the options of ``add_jitter_options`` ask for."""
+    """What ``--jitter``, ``--runs`` and ``--seed`` ask for."""
 
     spread: Fraction
     runs: int
@@ -172,19 +138,8 @@ class Jitter(NamedTuple):
 
 
 def jitter_of(args: argparse.Namespace) -> Jitter | None:
-    """What the options ask for; None without ``--jitter``.
-
-    Raises:
-        InputError: the other options are there alone.
-    """
-    if args.jitter is None:
-        for option in ("runs", "seed"):
-            if getattr(args, option) is not None:
-                raise InputError(
-                    f"{flag_of(option)} {getattr(args, option)} is for --jitter; give both"
-                )
-        return None
-    return Jitter(args.jitter, args.runs or RUNS, args.seed or 0)
+    """What the options ask for; None without ``--jitter``."""
+    return None if args.jitter is None else Jitter(args.jitter, args.runs or RUNS, args.seed or 0)
 
 
 class Quality(NamedTuple):

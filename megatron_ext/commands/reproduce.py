@@ -11,29 +11,29 @@ from .._terminal import Progress
 from ..reproduce import render
 from ..reproduce.papers import ALL, PAPERS, Section, sections, wanted
 from .common import InputError, output, user_input
+from .parser import Options, Parser
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "reproduce", help="print the papers' tables and figures beside ours, with verdicts"
-    )
+def declare(parser: Parser) -> None:
+    """Its options."""
     parser.set_defaults(run=_reproduce)
     parser.add_argument(
         "paper", nargs="?", default=ALL, choices=(*(p.name for p in PAPERS), ALL), metavar="PAPER",
         help=f"{', '.join(p.name for p in PAPERS)}, or all (default; some minutes)",
     )  # fmt: skip
-    parser.add_argument(
-        "--figure", metavar="NAME", help="one table or figure, such as fig15; names are in --list"
-    )
-    parser.add_argument("--list", action="store_true", help="list the tables and figures")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    parser.add_argument(
-        "--output", metavar="PAGE.md", help="write a page, and plots to images/ beside it"
-    )
-    parser.add_argument(
-        "--summary", action="store_true", help="one line for each table, no rows and no plots"
-    )
+    _OWN.declare(parser)
+
+
+_OWN = Options(
+    {
+        "--figure NAME": "one table or figure, such as fig15; names are in --list",
+        "--list": "list the tables and figures",
+        "--json": "print the rows as JSON",
+        "--output PAGE.md": "write a page, and plots to images/ beside it",
+        "--summary": "one line for each table, no rows and no plots",
+    },
+    needs={"--summary": "--output"},
+)
 
 
 def _reproduce(args: argparse.Namespace) -> None:
@@ -45,8 +45,6 @@ def _reproduce(args: argparse.Namespace) -> None:
         return
     if args.output is not None and not args.output.endswith(".md"):
         raise InputError(f"--output {args.output}: a page's name ends in .md")
-    if args.summary and args.output is None:
-        raise InputError("--summary is for a page; add --output PAGE.md")
     with Progress("reproduce") as progress:
         found = list(sections(tables, progress))
     if args.summary:

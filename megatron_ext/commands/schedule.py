@@ -9,58 +9,52 @@ from fractions import Fraction
 from typing import Any
 
 from .._terminal import Progress
-from ..schedule import AUTO, GENERATORS, Schedule, lower
+from ..schedule import AUTO, GENERATORS, Schedule, lower, save
 from ..schedule.costs import number_to_json
 from ..schedule.generators import steadier
-from ..schedule.io import is_csv, save
 from ..schedule.memory_cap import ShareCap
 from ..schedule.optimize import Optimized, optimize
 from ..schedule.optimize_window import import_solver
-from .blocks import add_block_option, block_schedule
+from .blocks import block_schedule
 from .common import (
+    JSON,
     InputError,
+    Options,
     Parser,
-    add_schedule_options,
     hint,
     memory_cap,
     offload_of,
     offloads,
     output,
     schedule_of,
-    seconds,
     user_input,
 )
 from .numbers import Shown, json_of, short
-from .quality import add_jitter_options, jitter_of, simulated
+from .options import JITTER, block, declare_schedule, seconds
+from .quality import jitter_of, simulated
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser("schedule", help="write a schedule file")
-    add_schedule_options(parser, required=False)
-    add_jitter_options(parser)
-    add_block_option(parser, "the schedule of a building block, squeezed and reordered")
-    parser.add_argument(
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="FILE.json, or FILE.csv for torch.distributed.pipelining's form (compute actions, no "
-        "costs)",
-    )
-    parser.add_argument(
-        "--lowered",
-        action="store_true",
-        help="include the transfers between ranks and to the host",
-    )
-    parser.add_argument(
-        "--optimize",
-        type=seconds,
-        metavar="SECONDS",
-        help="shorten the order by constraint programming for SECONDS, within the memory cap or "
-        "the schedule's own peak, with --offload too; needs the extra [optimize]",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+def declare(parser: Parser) -> None:
+    """Its options."""
+    declare_schedule(parser)
+    parser.declare("robustness", JITTER)
+    block("the schedule of a building block, squeezed and reordered").declare(parser)
+    _OWN.declare(parser)
     parser.set_defaults(run=_write_schedule)
+
+
+_OWN = Options(
+    {
+        "--output FILE": "FILE.json, or FILE.csv for torch.distributed.pipelining's form (compute "
+        "actions, no costs)",
+        "--lowered": "include the transfers between ranks and to the host",
+        "--optimize SECONDS": "shorten the order by constraint programming for SECONDS, within "
+        "the memory cap or the schedule's own peak, with --offload too; needs the extra [optimize]",
+        **JSON.help,
+    },
+    kinds={"--optimize": seconds},
+    required=("--output",),
+)
 
 
 def _write_schedule(args: argparse.Namespace) -> None:
@@ -71,7 +65,7 @@ def _write_schedule(args: argparse.Namespace) -> None:
         )
     if not args.output.endswith((".json", ".csv")):
         raise InputError(f"--output {args.output}: the suffix gives the form; use .json or .csv")
-    if args.lowered and is_csv(args.output):
+    if args.lowered and args.output.endswith(".csv"):
         raise InputError(
             f"--output {args.output}: torch's CSV compute form has no transfers; "
             "leave --lowered out, or write a .json"

@@ -8,25 +8,23 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..schedule import NAMES, Costs, Schedule, simulate
-from ..schedule.generators.building_block import Block
+from ..schedule import NAMES, Schedule, simulate
 from ..schedule.generators.made import generated_by
 from ..view import deviations, recorded, text, timeline
 from ..view.formats import RENDERERS, THEMES
 from .blocks import (
     OF_BLOCKS,
-    add_block_option,
     block_json,
-    block_name,
     block_numbers,
     block_of,
     block_text,
+    block_timeline,
     print_blocks,
 )
 from .common import (
     InputError,
+    Options,
     Parser,
-    add_schedule_options,
     output,
     positive,
     refuse_others,
@@ -34,68 +32,48 @@ from .common import (
     user_input,
 )
 from .compared import asked_of, fitted
+from .options import block, declare_schedule
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser("show", help="draw a timeline with its memory, as text or picture")
+def declare(parser: Parser) -> None:
+    """Its options."""
     parser.add_argument(
         "schedules",
         nargs="*",
         metavar="NAME|FILE",
         help="schedules to draw one above the other on one time axis; or --schedule",
     )
-    add_schedule_options(parser, required=False)
-    block = parser.add_argument_group("building block, in place of a schedule")
-    add_block_option(
-        block,
-        "draw the block that a schedule is made of, at equal costs, for --microbatches (default 1) "
-        "as it repeats, with its lifespans and memory",
-    )
-    block.add_argument(
-        "--blocks", action="store_true", help="print all blocks side by side, for --pp ranks"
-    )
-    block.add_argument(
-        "--json",
-        action="store_true",
-        help="print --block (readable as a block file) or --blocks as JSON",
-    )
-    block.add_argument(
-        "--squeeze",
-        action="store_true",
-        help="remove idle time but keep the order; --schedule also reorders",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="PATH",
-        help=f"write {', '.join(RENDERERS)} (.json: Chrome trace for ui.perfetto.dev); "
-        "default: text on the terminal",
-    )
-    parser.add_argument(
-        "--theme",
-        choices=THEMES,
-        default="auto",
-        help="colours of an .svg: as the reader's system (auto, the default), or fixed",
-    )
-    parser.add_argument(
-        "--width",
-        type=int,
-        metavar="COLUMNS",
-        help="width of the text; 0: no wrapping (default: the terminal's, else 0)",
-    )
-    parser.add_argument(
-        "--measured",
-        metavar="DIR",
-        help="draw the run that --pp-trace DIR recorded below its plan (or the named schedule), "
-        "and name its three longest unplanned waits",
-    )
-    parser.add_argument(
-        "--iteration",
-        type=positive,
-        metavar="N",
-        help="iteration of --measured (default: the last)",
-    )
+    declare_schedule(parser)
+    parser.declare("building block, in place of a schedule", _BLOCK, _BLOCKS)
+    _DRAWN.declare(parser)
     parser.set_defaults(run=_show_timeline)
+
+
+_BLOCK = block(
+    "draw the block that a schedule is made of, at equal costs, for --microbatches (default 1) as "
+    "it repeats, with its lifespans and memory",
+)
+_BLOCKS = Options(
+    {
+        "--blocks": "print all blocks side by side, for --pp ranks",
+        "--json": "print --block (readable as a block file) or --blocks as JSON",
+        "--squeeze": "remove idle time but keep the order; --schedule also reorders",
+    }
+)
+_DRAWN = Options(
+    {
+        "--output PATH": f"write {', '.join(RENDERERS)} (.json: Chrome trace for ui.perfetto.dev); "
+        "default: text on the terminal",
+        "--theme": "colours of an .svg: as the reader's system (auto, the default), or fixed",
+        "--width COLUMNS": "width of the text; 0: no wrapping (default: the terminal's, else 0)",
+        "--measured DIR": "draw the run that --pp-trace DIR recorded below its plan (or the named "
+        "schedule), and name its three longest unplanned waits",
+        "--iteration N": "iteration of --measured (default: the last)",
+    },
+    kinds={"--theme": tuple(THEMES), "--width": int, "--iteration": positive},
+    defaults={"--theme": "auto"},
+    needs={"--theme": "--output", "--iteration": "--measured"},
+)
 
 
 def _show_timeline(args: argparse.Namespace) -> None:
@@ -127,7 +105,7 @@ def _show_block(args: argparse.Namespace) -> None:
     if args.json:
         print(block_json(args.block, found))
         return
-    _draw(args, lambda: [_block(args, block)])
+    _draw(args, lambda: [block_timeline(args, block)])
     print("\n" + block_text(found))
 
 
@@ -138,8 +116,6 @@ def _draw(args: argparse.Namespace, runs_of: Callable[[], list[timeline.Timeline
         raise InputError(
             f"--output {args.output}: the suffix gives the format; use {', '.join(RENDERERS)}"
         )
-    if suffix is None and args.theme != "auto":
-        raise InputError(f"--theme {args.theme} is for an --output FILE.svg; give both")
     if suffix is not None and args.width is not None:
         raise InputError(f"--width {args.width} is for text; leave it or --output out")
     runs = runs_of()
@@ -191,8 +167,6 @@ def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
             raise InputError(f"--measured {args.measured} is drawn under one schedule; give one")
         with user_input():
             runs.append(recorded.load(args.measured, schedules[0], args.iteration))
-    elif args.iteration is not None:
-        raise InputError("--iteration selects one of --measured DIR; give both")
     return runs
 
 
@@ -210,17 +184,6 @@ def _schedules(args: argparse.Namespace) -> list[Schedule]:
         with user_input():
             found.append(fitted(asked_of(mine), name)[0].schedule)
     return found
-
-
-def _block(args: argparse.Namespace, block: Block) -> timeline.Timeline:
-    """A building block repeated, or squeezed too. A pass takes 1 in both."""
-    name, microbatches = block_name(args.block), args.microbatches or 1
-    if not args.squeeze:
-        return timeline.stamped(block, name, microbatches)
-    ranks = tuple(tuple(row) for row in block.stamp(microbatches))
-    whole = Costs.of(*(block.placement.chunks,) * 3)  # a pass of one chunk takes 1
-    name += ", squeezed"
-    return timeline.planned(simulate(Schedule(name, block.placement, microbatches, ranks, whole)))
 
 
 def _terminal_width(asked: int | None) -> int:

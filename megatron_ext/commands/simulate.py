@@ -8,31 +8,22 @@ import time
 
 from .._terminal import Progress
 from ..schedule.network import Network
-from .common import (
-    InputError,
-    Parser,
-    add_schedule_options,
-    hint,
-    offloads,
-    schedule_of,
-)
-from .moe_layer import add_layer_options, refuse_layer_options, simulate_layer
-from .network import add_network_options, network_json, network_of, network_text
+from .common import InputError, hint, offloads, schedule_of
+from .moe_layer import declare_layer, simulate_layer
 from .numbers import Shown, json_of, lines_of
-from .quality import add_jitter_options, jitter_of, simulated
-from .results import costs_text, units_text
+from .options import JITTER, NETWORK, declare_schedule
+from .parser import JSON, Parser
+from .quality import jitter_of, simulated
+from .results import costs_text, network_json, network_of, network_text, units_text
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "simulate", help="simulate a schedule (bubble, makespan, peak), or an MoE layer with --moe"
-    )
-    add_schedule_options(parser, required=False)
-    add_network_options(parser)
-    add_jitter_options(parser)
-    add_layer_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+def declare(parser: Parser) -> None:
+    """Its options."""
+    declare_schedule(parser)
+    NETWORK.declare(parser)
+    parser.declare("robustness", JITTER)
+    declare_layer(parser)
+    JSON.declare(parser)
     parser.set_defaults(run=_simulate)
 
 
@@ -40,7 +31,6 @@ def _simulate(args: argparse.Namespace) -> None:
     if args.moe:
         simulate_layer(args)
         return
-    refuse_layer_options(args)
     if args.schedule is None:
         raise InputError("the following arguments are required: --schedule (or --moe)")
     network, noise = network_of(args), jitter_of(args)

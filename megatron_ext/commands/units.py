@@ -1,4 +1,4 @@
-"""Options on slices of a sequence and on costs of single microbatches."""
+"""What the options on slices and on costs of single microbatches ask for."""
 
 from __future__ import annotations
 
@@ -11,57 +11,8 @@ from .._input import fraction, read_text, reason, shown
 from ..schedule.units import check_slices, shares_of, times
 
 _CUTS = ("attention_share", "slice_cut", "slice_overhead", "slice_weights")
-UNIT_OPTIONS = ("slices", *_CUTS, "microbatch_cost", "reorder_microbatches")
+_UNITS = ("slices", *_CUTS, "microbatch_cost")
 Factors = tuple[tuple[Fraction, Fraction, Fraction], ...]
-
-
-def add_unit_options(group: argparse._ActionsContainer) -> None:
-    """How microbatches are cut, and what each costs."""
-    group.add_argument(
-        "--slices",
-        metavar="K[,K...]",
-        help="cut the sequence of every microbatch into K slices, or into as many as its number "
-        "of the list; compare has a row for each number of the list",
-    )
-    group.add_argument(
-        "--attention-share",
-        type=_share,
-        metavar="A",
-        help="share of core attention in the F of a whole microbatch, 0 (default) to 1: the later "
-        "a slice, the more it attends to",
-    )
-    group.add_argument(
-        "--slice-cut",
-        choices=("balanced", "even"),
-        help="slices that take equally long (default), or that are equally long in tokens",
-    )
-    group.add_argument(
-        "--slice-overhead",
-        type=_share,
-        metavar="C",
-        help="share of a whole microbatch's W that the W of every slice takes however short it is, "
-        "as adding to the gradients does (default 0; measured on an H200 at hidden 4096: 0.17 of "
-        "8192 tokens, 0.05 of 32768)",
-    )
-    group.add_argument(
-        "--slice-weights",
-        choices=("each", "joined"),
-        help="a W for each slice (default), or one for all slices of a microbatch: it pays "
-        "--slice-overhead once, and its slices stay in memory until all have gone back",
-    )
-    group.add_argument(
-        "--microbatch-cost",
-        metavar="W,W,...|FILE",
-        help="factors of the costs of each microbatch, and of its activations; a file has a line "
-        "for each, with one factor or with those of F, B and W, or, after a line `tokens`, its "
-        "length, whose attention costs its square",
-    )
-    group.add_argument(
-        "--reorder-microbatches",
-        action="store_true",
-        help="let the microbatches of --microbatch-cost run in another order where that is faster: "
-        "short ones at both ends, or first",
-    )
 
 
 class Units(NamedTuple):
@@ -87,9 +38,7 @@ def units_asked(args: argparse.Namespace, microbatches: int, cut: tuple[int, ...
     Raises:
         ValueError: they contradict each other, the numbers or the file.
     """
-    if args.reorder_microbatches and args.microbatch_cost is None:
-        raise ValueError("--reorder-microbatches orders by --microbatch-cost; give both")
-    if not cut and all(getattr(args, option) in (None, False) for option in UNIT_OPTIONS):
+    if not cut and all(getattr(args, option) is None for option in _UNITS):
         return Units()
     if args.slices is None:
         slices = cut
@@ -178,14 +127,3 @@ def _row(row: list[str], where: str) -> tuple[Fraction, Fraction, Fraction]:
         )
     f, b, w = numbers * 3 if len(numbers) == 1 else numbers
     return f, b, w
-
-
-def _share(value: str) -> Fraction:
-    """From 0 to 1, as an argparse type."""
-    try:
-        number = fraction(value)
-    except ValueError:
-        number = Fraction(-1)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {shown(value)}")
-    return number

@@ -233,7 +233,7 @@ def test_the_index_has_every_page() -> None:
 
 def test_every_command_of_the_tool_is_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "README.md").read_text()
-    for name in cli._COMMANDS:
+    for name in cli.COMMANDS:
         assert f"megatron-ext {name}" in text, name
 
 

@@ -24,7 +24,8 @@ from typing import Any
 from megatron_ext._input import parse_bytes, parse_json
 from megatron_ext.checkpoints.folder import elements, read_contents
 from megatron_ext.checkpoints.pickles import read_saved
-from megatron_ext.commands.common import Parser, add_schedule_options, verify
+from megatron_ext.commands.common import Parser, verify
+from megatron_ext.commands.options import declare_schedule
 from megatron_ext.moe import cost_file
 from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.plan.layout import Split, read_layout
@@ -223,7 +224,7 @@ def _offload_request(data: bytes) -> None:
 def _command_line(value: str) -> None:
     """Numbers as argparse takes them; sizes that no machine has must be refused, not tried."""
     parser = Parser(prog="fuzz", exit_on_error=False)
-    add_schedule_options(parser)
+    declare_schedule(parser)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             args = parser.parse_args(["--schedule", "gis", *value.split(" ")])

@@ -104,7 +104,7 @@ def test_the_pages_share_one_tiny_example() -> None:
 
 
 def test_the_readme_lists_every_command() -> None:
-    for name in cli._COMMANDS:
+    for name in cli.COMMANDS:
         assert f"megatron-ext {name}" in README, name
 
 

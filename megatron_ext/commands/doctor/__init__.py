@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..._terminal import Progress
-from ..common import InputError, Parser, user_input
+from ..common import InputError, user_input
+from ..parser import JSON, Options, Parser
 from ..training_command import FORMS, read_command
 from .command import diagnose_command
 from .findings import ERROR, OK, WARNING, Finding, diagnose
@@ -26,25 +27,24 @@ PROBE_SECONDS = 180.0  # imports take seconds; an importer that hangs must not h
 SECONDS_ENVIRONMENT = "MEGATRON_EXT_DOCTOR_SECONDS"
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check this machine, torch and Megatron, and suggest fixes",
-        description="One line a subject: ok, warning or error, with the fix. Exit status 1 if one "
-        "is an error.",
+def declare(parser: Parser) -> None:
+    """Its options."""
+    parser.description = (
+        "One line a subject: ok, warning or error, with the fix. Exit status 1 if one is an error."
     )
-    parser.add_argument(
-        "--megatron",
-        metavar="CHECKOUT",
-        type=Path,
-        help="a Megatron-LM folder to look at; default: $MEGATRON_LM, else what Python finds",
-    )
-    parser.add_argument(
-        "--from-args", metavar="LINE|FILE", help=f"a training command to look at too: {FORMS}"
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _OWN.declare(parser)
     parser.set_defaults(run=_doctor)
+
+
+_OWN = Options(
+    {
+        "--megatron CHECKOUT": "a Megatron-LM folder to look at; default: $MEGATRON_LM, else what "
+        "Python finds",
+        "--from-args LINE|FILE": f"a training command to look at too: {FORMS}",
+        **JSON.help,
+    },
+    kinds={"--megatron": Path},
+)
 
 
 def _doctor(args: argparse.Namespace) -> int:

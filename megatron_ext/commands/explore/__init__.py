@@ -6,52 +6,25 @@ import argparse
 import webbrowser
 from pathlib import Path
 
-from ..common import InputError, Parser, output, user_input
+from ..common import InputError, output, user_input
+from ..parser import Options, Parser
 from .answers import Explorer
-from .model import add_model_options, model_of
+from .model import declare_model, model_of
 from .server import serve
 
 _PORT = 8765
 
 
-def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "explore",
-        help="a local page: drag sizes, costs and caps, compare schedules, copy the flags",
-        description="Serves a page to this machine's browsers only. It needs nothing but Python.",
+def declare(parser: Parser) -> None:
+    """Its options."""
+    parser.description = (
+        "Serves a page to this machine's browsers only. It needs nothing but Python."
     )
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="schedule files to choose from on the page"
     )
-    parser.add_argument(
-        "--measured",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="a run that --pp-trace DIR recorded, to choose from on the page; may be repeated",
-    )
-    parser.add_argument(
-        "--port",
-        type=_port,
-        default=_PORT,
-        metavar="N",
-        help=f"of this machine (default {_PORT}, or a free one if that is taken)",
-    )
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    parser.add_argument(
-        "--export",
-        metavar="FILE.html",
-        help="write one view as a page that needs no server, and end",
-    )
-    parser.add_argument(
-        "--view",
-        default="",
-        metavar="LINK",
-        help="view to export: the part of the page's address after # (default: what the page "
-        "shows first)",
-    )
-    add_model_options(parser)
+    _OWN.declare(parser)
+    declare_model(parser)
     parser.set_defaults(run=_explore)
 
 
@@ -59,6 +32,22 @@ def _port(value: str) -> int:
     if not value.isdigit() or not 0 <= int(value) <= 65535:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {value!r}")
     return int(value)
+
+
+_OWN = Options(
+    {
+        "--measured DIR": "a run that --pp-trace DIR recorded, to choose from on the page; may be "
+        "repeated",
+        "--port N": f"of this machine (default {_PORT}, or a free one if that is taken)",
+        "--open": "open the page in the browser",
+        "--export FILE.html": "write one view as a page that needs no server, and end",
+        "--view LINK": "view to export: the part of the page's address after # (default: what the "
+        "page shows first)",
+    },
+    kinds={"--measured": list, "--port": _port},
+    defaults={"--measured": [], "--port": _PORT, "--view": ""},
+    needs={"--view": "--export"},
+)
 
 
 def _explore(args: argparse.Namespace) -> None:
@@ -78,8 +67,6 @@ def _explore(args: argparse.Namespace) -> None:
             Path(path).write_text(text, encoding="utf-8")
         print(f"{args.export}: open it in a browser")
         return
-    if args.view:
-        raise InputError(f"--view {args.view} is for --export FILE.html; give both")
     try:
         server = serve(explorer, args.port, fallback=args.port == _PORT)
     except OSError as error:

@@ -15,7 +15,7 @@ from ...plan.space import SearchSpace
 from ...plan.workload import Workload
 from ...schedule import GENERATORS, Placement, Schedule
 from .. import plan_input
-from ..common import InputError
+from ..parser import InputError, Options, Parser
 
 # What follows from the model and the GPU, so that it is no option beside them.
 _OWN = ("cost", "hop", "stage_cost", "exchange", "vocabulary", "vocabulary_barriers")
@@ -23,14 +23,16 @@ _WHOLE = ("slices", "microbatch_cost")
 _RESERVE = 6 << 30  # for libraries and communicators, as plan's
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def declare_model(parser: Parser) -> None:
     """The model, as ``plan`` takes it, and the GPU."""
-    plan_input.add_options(parser)
-    parser.add_argument(
-        "--gpu", metavar="GPU", help="with a model: its times on this GPU (default H100), or on "
-        "that of FILE.json"
-    )  # fmt: skip
+    plan_input.declare(parser)
+    _GPU.declare(parser)
     parser.set_defaults(pp=None)
+
+
+_GPU = Options(
+    {"--gpu GPU": "with a model: its times on this GPU (default H100), or on that of FILE.json"}
+)
 
 
 def model_of(args: argparse.Namespace) -> Model | None:

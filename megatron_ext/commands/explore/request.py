@@ -11,12 +11,13 @@ from ..._input import shown
 from ...schedule import GENERATORS, Schedule
 from ...schedule.costs import number_to_json
 from ...schedule.memory_cap import ShareCap
-from ..common import InputError, Parser, offloads, refuse_large
-from ..compare import add_options
+from ..common import InputError, offloads, refuse_large
+from ..compare import declare_all
 from ..compared import asked_of, fitted, refuse_sizes
-from ..network import network_of
 from ..numbers import Shown, json_of
+from ..parser import Parser
 from ..quality import jitter_of, simulated
+from ..results import network_of
 from .model import Model
 
 MOST_PASSES = 1 << 15  # of one chunk a rank: microbatches times ranks
@@ -36,7 +37,7 @@ def parse(options: str, model: Model | None = None) -> argparse.Namespace:
         InputError: they are wrong for every schedule, or for more passes than the page takes.
     """
     parser = _Options(prog="explore", add_help=False)
-    add_options(parser)
+    declare_all(parser)
     try:
         words = shlex.split(options)
     except ValueError as error:

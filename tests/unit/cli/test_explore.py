@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.commands.common import InputError, Parser
 from megatron_ext.commands.explore.answers import Explorer
-from megatron_ext.commands.explore.model import add_model_options, model_of
+from megatron_ext.commands.explore.model import declare_model, model_of
 from megatron_ext.commands.explore.server import serve
 from megatron_ext.schedule import GENERATORS, generate, simulate
 from megatron_ext.schedule.io import save
@@ -234,7 +234,7 @@ MODEL = (
 
 def _model(line):
     parser = Parser()
-    add_model_options(parser)
+    declare_model(parser)
     return model_of(parser.parse_args(["--from-args", line]))
 
 

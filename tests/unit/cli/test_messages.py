@@ -16,10 +16,10 @@ from tests.support.waiting import PATIENCE
 
 def test_the_commands_share_their_options():
     """What shapes a schedule is spelled and explained alike wherever one is made."""
-    commands = Parser().add_subparsers()
+    choices = {}
     for module in (compare, schedule, show, simulate):
-        module.add(commands)
-    choices = commands.choices
+        choices[module.__name__.split(".")[-1]] = parser = Parser()
+        module.declare(parser)
     for flag in ("--cost", "--hop", "--stage-cost", "--chunks", "--objective"):
         helps = {
             choices[name]._option_string_actions[flag].help

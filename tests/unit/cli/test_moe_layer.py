@@ -120,8 +120,14 @@ def test_pictures(run, tmp_path):
         ),
         (f"--moe {COSTS} --output a.pdf", "use .svg, .json, .txt"),
         (f"--moe {COSTS} --schedule 1f1b", "--schedule 1f1b is not for --moe"),
-        ("--schedule 1f1b --pp 4 --microbatches 8 --lookahead 3", "give --moe too"),
-        ("--schedule 1f1b --pp 4 --microbatches 8 --moe-memory-reuse s1", "give --moe too"),
+        (
+            "--schedule 1f1b --pp 4 --microbatches 8 --lookahead 3",
+            "--lookahead 3 is for --moe; give both",
+        ),
+        (
+            "--schedule 1f1b --pp 4 --microbatches 8 --moe-memory-reuse s1",
+            "s1 is for --moe; give both",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(run, line, words):

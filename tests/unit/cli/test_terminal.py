@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ext import _terminal, cli
 from megatron_ext.commands.common import InputError, output
-from megatron_ext.commands.examples import EXAMPLES
+from megatron_ext.commands.table import COMMANDS
 from megatron_ext.schedule import generate, simulate
 from megatron_ext.view import text, timeline
 
@@ -44,9 +44,9 @@ def test_every_command_ends_its_help_with_examples():
         assert all(line.startswith(f"  megatron-ext {name}") for line in lines[at + 1 :]), name
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_can_be_parsed(name):
-    for line in EXAMPLES[name]:
+    for line in COMMANDS[name].examples:
         args = cli.make_parser().parse_args([name, *shlex.split(line)])
         assert args.command == name
 
@@ -55,10 +55,10 @@ def test_the_examples_run(run, tmp_path, monkeypatch):
     """Those that need no model, device or folder; what one writes the next reads."""
     monkeypatch.chdir(tmp_path)
     for name in ("simulate", "schedule", "compare", "check", "completion"):
-        for line in EXAMPLES[name]:
+        for line in COMMANDS[name].examples:
             status, out, err = run(name, *shlex.split(line))
             assert (status, err) == (0, "") and out, line
-    for line in EXAMPLES["show"][:2]:
+    for line in COMMANDS["show"].examples[:2]:
         assert run("show", *shlex.split(line))[0] == 0
     assert (tmp_path / "v-half.svg").exists()
 

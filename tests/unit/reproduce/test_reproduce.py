@@ -206,7 +206,7 @@ def test_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["page.md"]
     assert "| mpipemoe | phi | Memory saved by reuse" in path.read_text()
     assert main(["reproduce", "mpipemoe", "--summary"]) == 2
-    assert "--summary is for a page; add --output PAGE.md" in capsys.readouterr().err
+    assert "--summary is for --output; give both" in capsys.readouterr().err
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

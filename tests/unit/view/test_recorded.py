@@ -91,4 +91,4 @@ def test_damaged_and_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*options, "--measured", str(tmp_path)]) == 2
     assert "rank0.jsonl, line 1: no forward_only" in capsys.readouterr().err
     assert main([*options, "--iteration", "1"]) == 2
-    assert "--iteration selects one of --measured" in capsys.readouterr().err
+    assert "--iteration 1 is for --measured; give both" in capsys.readouterr().err

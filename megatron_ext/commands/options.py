@@ -1,0 +1,279 @@
+"""The options of commands that make or read schedules, and of more than one command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from fractions import Fraction
+
+from .._input import fraction, shown
+from ..schedule import AUTO, NAMES
+from ..schedule.generators import MOST_EFFORT
+from ..schedule.generators.blocks import PERIODIC
+from ..schedule.generators.registry import takers as takers
+from ..schedule.jitter import MOST, RUNS
+from ..schedule.link import DEFAULT_POLICY, POLICIES
+from ..schedule.network import STREAMS
+from .parser import Options, Parser, positive
+
+KNOWN = (*NAMES, AUTO)
+
+
+def taking(option: str) -> str:
+    """The schedules that have an option of ``Generator``'s ``takes_...``, in words."""
+    return " and ".join([*takers(option), *([AUTO] if option == "takes_memory_cap" else [])])
+
+
+GROUPED = taking("takes_group_size")
+
+
+def within(most: float | Fraction, text: str, example: str = "") -> Callable[[str], Fraction]:
+    """An argparse type: a number from 0 to ``most``, which ``text`` says."""
+
+    def kind(value: str) -> Fraction:
+        try:
+            number = fraction(value)
+        except ValueError:
+            number = Fraction(-1)
+        if not 0 <= number <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be a number from 0 to {text}{example}, got {shown(value)}"
+            )
+        return number
+
+    return kind
+
+
+_SHARE = within(1, "1")
+
+
+def seconds(value: str) -> float:
+    """Seconds of search, as an argparse type."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0
+    if not 0 < number <= MOST_EFFORT:
+        raise argparse.ArgumentTypeError(
+            f"must be more than 0 and at most {MOST_EFFORT} seconds, got {shown(value)}"
+        )
+    return number
+
+
+def _effort(value: str) -> float:
+    """Seconds of search for an order, or 0 for the named order as it is listed at once."""
+    return 0.0 if value in ("0", "0.0") else seconds(value)
+
+
+_OBJECTIVES = {"makespan": "makespan", "rank-span": "span", "span": "span"}
+
+
+def _objective(value: str) -> str:
+    if value not in _OBJECTIVES:
+        raise argparse.ArgumentTypeError(
+            f"invalid choice: {value!r} (choose from 'makespan', 'rank-span')"
+        )
+    return _OBJECTIVES[value]
+
+
+SCHEDULE = Options(
+    {
+        "--schedule NAME|FILE": f"{', '.join(KNOWN)} (the fastest that fits the cap), or a "
+        "schedule file"
+    },
+    words={"--schedule": KNOWN},
+)
+_RANKS = Options(
+    {
+        "--pp P": "pipeline ranks",
+        "--microbatches M": "microbatches of one iteration",
+        "--chunks V": "model chunks per rank",
+    },
+    kinds=dict.fromkeys(("--pp", "--microbatches", "--chunks"), positive),
+)
+UNITS = Options(
+    {
+        "--slices K[,K...]": "cut the sequence of every microbatch into K slices, or into as many "
+        "as its number of the list; compare has a row for each number of the list",
+        "--attention-share A": "share of core attention in the F of a whole microbatch, 0 "
+        "(default) to 1: the later a slice, the more it attends to",
+        "--slice-cut": "slices that take equally long (default), or that are equally long in "
+        "tokens",
+        "--slice-overhead C": "share of a whole microbatch's W that the W of every slice takes "
+        "however short it is, as adding to the gradients does (default 0; measured on an H200 at "
+        "hidden 4096: 0.17 of 8192 tokens, 0.05 of 32768)",
+        "--slice-weights": "a W for each slice (default), or one for all slices of a microbatch: "
+        "it pays --slice-overhead once, and its slices stay in memory until all have gone back",
+        "--microbatch-cost W,W,...|FILE": "factors of the costs of each microbatch, and of its "
+        "activations; a file has a line for each, with one factor or with those of F, B and W, "
+        "or, after a line `tokens`, its length, whose attention costs its square",
+        "--reorder-microbatches": "let the microbatches of --microbatch-cost run in another order "
+        "where that is faster: short ones at both ends, or first",
+    },
+    kinds={
+        **{"--attention-share": _SHARE, "--slice-overhead": _SHARE},
+        **{"--slice-cut": ("balanced", "even"), "--slice-weights": ("each", "joined")},
+    },
+    needs={"--reorder-microbatches": "--microbatch-cost"},
+)
+_COSTS = Options(
+    {
+        "--cost F,B,W[,HOP]": "times per rank and microbatch (default 1,1,1,0)",
+        "--hop T": "latency of one transfer between ranks",
+        "--stage-cost FILE": 'pass times of every stage, as JSON {"stages": [[F, B, W], ...]}; '
+        '"exchange": [[F, B], ...] adds the all-to-alls of experts in these',
+        "--exchange F,B": "part of F's and of B's time that is spent in all-to-alls of experts, "
+        "with only the network busy",
+        "--overlap": "run forward and backward passes in pairs that hide --exchange, as training "
+        "does with --overlap-moe-expert-parallel-comm",
+        "--vocabulary S,T,E,G[,T]": "shard the vocabulary over all ranks: times of a rank's part "
+        "of the output layer (S, T) and embedding (E, G) per microbatch, and the latency of a "
+        "collective; the other costs are then those without vocabulary layers",
+        "--vocabulary-barriers": "collectives between the last stage's F and B: 1 (default) "
+        "computes the input gradient in S, 2 in T",
+    },
+    kinds={"--vocabulary-barriers": (1, 2)},
+    needs={"--vocabulary-barriers": "--vocabulary"},
+)
+SIZES = (_RANKS, UNITS, _COSTS)
+
+
+def _shape(cap_use: str, group_use: str) -> Options:
+    return Options(
+        {
+            "--memory-cap X": "most activation memory, as a fraction of 1F1B's peak; " + cap_use,
+            "--group-size G": "microbatches per group, ceil(P/2) to P (default P); for "
+            + group_use,
+            "--objective {makespan,rank-span}": "minimize the iteration time (makespan, default), "
+            "or the longest span of a rank, for optimizer post-validation; for generated schedules",
+            "--effort SECONDS": "approximate search time of a V schedule at unequal costs, on one "
+            "core (default 1); counted in passes tried, so every machine finds the same order",
+        },
+        kinds={"--group-size": positive, "--objective": _objective, "--effort": _effort},
+        words={"--objective": ("makespan", "rank-span")},
+    )
+
+
+SHAPE = _shape(
+    f"for {taking('takes_memory_cap')}; with --offload for all, of what stays on the device",
+    GROUPED,
+)
+SHAPE_OF_ALL = _shape(
+    "what a schedule is made for where it takes a cap; marked where it exceeds it; with --offload "
+    "of what stays on the device",
+    GROUPED,
+)
+OFFLOAD = Options(
+    {
+        "--offload WHAT": "chunks of each rank to offload, longest lifespan first: half, full "
+        "(all) or N; auto: what the link carries without a stall; off",
+        "--offload-time T[,T2]": "transfer time of one activation set to the host, and back "
+        "(default the same), as a fraction of its chunk's F+B+W (PipeOffload's k is T + T2); a "
+        "list, such as 0.25x7:1.5, has one number per rank or stage (xN: N equal ones)",
+        "--offload-transfer": "single: one copy stream; dual: one per direction; paired: two "
+        "neighbours that share a switch never copy in the same direction at once (default "
+        f"{DEFAULT_POLICY})",
+    },
+    kinds={"--offload-transfer": tuple(POLICIES)},
+    needs=dict.fromkeys(("--offload-time", "--offload-transfer"), "--offload"),
+    words={"--offload": ("auto", "half", "full", "off")},
+)
+NETWORK = Options(
+    {
+        "--p2p": "message streams: one per message (ideal, the default), per direction between two "
+        "ranks (edge), per two ranks (pair), or per rank (rank)",
+        "--queue": "one hardware queue per rank, as with CUDA_DEVICE_MAX_CONNECTIONS=1; with --p2p",
+    },
+    kinds={"--p2p": ("ideal", *STREAMS), "--queue": (1,)},
+    defaults={"--p2p": "ideal"},
+)
+JITTER = Options(
+    {
+        "--jitter X": "add the makespan under random pass times, lognormal around their costs "
+        "with relative standard deviation X, such as 0.1; auto then prefers, among equally fast "
+        "schedules, the one with the smallest mean, and `schedule` writes an order that is as fast "
+        "with a smaller mean",
+        "--runs N": f"number of random runs (default {RUNS})",
+        "--seed S": "seed of the random pass times (default 0)",
+    },
+    kinds={"--jitter": within(MOST, str(MOST), ", such as 0.1"), "--runs": positive, "--seed": int},
+    needs={"--runs": "--jitter", "--seed": "--jitter"},
+)
+
+
+def block(use: str) -> Options:
+    """``--block``; ``use`` says what for."""
+    return Options(
+        {"--block NAME|FILE": f"{use}; {', '.join(PERIODIC)}, or a block file"},
+        words={"--block": tuple(PERIODIC)},
+    )
+
+
+def declare_schedule(parser: Parser) -> None:
+    """Which schedule: ``--schedule``, its sizes and costs, and what shapes it."""
+    parser.declare("schedule", SCHEDULE, *SIZES, SHAPE)
+    declare_offload(parser)
+
+
+def declare_offload(parser: Parser) -> None:
+    """Which activation sets leave the device, and how."""
+    parser.declare("offload of activations to the host", OFFLOAD)
+
+
+def _slower(text: str) -> Fraction:
+    """A share of 1 such as 5% or 0.05, from 0 to 10.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        found = Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        found = Fraction(-1)
+    if not 0 <= found <= 10:
+        raise argparse.ArgumentTypeError(f"must be a share such as 5% or 0.05, got {text!r}")
+    return found
+
+
+SEARCHED = Options(
+    {
+        "--pp P": "pipeline ranks",
+        "--microbatches M": "microbatches of one iteration at the job's own --micro-batch-size, in "
+        "place of --global-batch-size",
+        "--schedules A,B": f"among {', '.join(NAMES)} (default all)",
+        "--chunks V,V": "model chunks per rank (default 2,4)",
+        "--micro-batch-sizes B,B": "default 1, 2, 4 and the job's own, if they divide the batch",
+        "--cheap-recompute": "auto (default): try both",
+        "--offload": "offload in every candidate (half, full, auto), in none (off), or where it "
+        "may pay (any, the default: half and full, or auto if the link is too slow for those)",
+        "--offload-transfer": "as in simulate",
+        "--no-balance": "keep Megatron's even split of the layers",
+        "--shard-vocabulary": "auto (default): try --pp-vocab-parallel where training allows it; "
+        "off: do not; with --pp-vocab-parallel itself, every candidate has it",
+        "--slices K,K": "of every sequence, tried with the likely fastest schedules where "
+        "microbatches are few or sequences long: numbers, auto (default: 2,4 where training cuts "
+        "such models), or off",
+        "--effort X": "factor on the work of the search (1: about 15 s of one core)",
+        "--objective": "what is made small: time (default), or memory, with iterations at most "
+        "--slower than the fastest's",
+        "--slower X%": "with --objective memory: such as 5%% (default) of the fastest's time",
+        "--grid": "search all parallel sizes but those given beside --from-args; without --pp they "
+        "always are searched, if they are not given",
+        "--gpus-per-node N": "devices that the peer link connects: the most tensor-parallel ranks; "
+        "more data- or expert-parallel ranks use the network too (default 8; GB200 and GB300 72)",
+    },
+    kinds={
+        **dict.fromkeys(("--pp", "--microbatches", "--gpus-per-node"), positive),
+        "--cheap-recompute": ("auto", "on", "off"),
+        "--offload": ("auto", "half", "full", "any", "off"),
+        "--offload-transfer": tuple(POLICIES),
+        **{"--shard-vocabulary": ("auto", "off"), "--objective": ("time", "memory")},
+        **{"--effort": float, "--slower": _slower},
+    },
+    defaults={
+        **{"--offload-transfer": DEFAULT_POLICY, "--shard-vocabulary": "auto"},
+        **{"--effort": 1.0, "--objective": "time"},
+    },
+    needs={"--slower": "--objective memory"},
+    words={"--schedules": NAMES},
+)

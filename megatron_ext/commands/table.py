@@ -1,0 +1,93 @@
+"""All commands: what ``--help`` says of each, and the examples at the end of its own.
+
+A test parses all examples.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A module of this package, whose ``declare`` gives a parser its options and sets ``run``."""
+
+    help: str
+    examples: tuple[str, ...] = ()
+
+
+_LLAMA = (
+    '"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --world-size '
+    '8 --global-batch-size 64"'
+)
+COMMANDS = {
+    "simulate": Command(
+        "simulate a schedule (bubble, makespan, peak), or an MoE layer with --moe",
+        (
+            "--schedule v-half --pp 4 --microbatches 8",
+            "--schedule v-cap --memory-cap 0.6 --pp 8 --microbatches 32 --cost 1,1.1,0.8 "
+            "--hop 0.05",
+            "--schedule v-half --pp 4 --microbatches 8 --offload full --offload-time 0.25",
+        ),
+    ),
+    "schedule": Command(
+        "write a schedule file",
+        (
+            "--schedule v-half --pp 4 --microbatches 8 --output v-half.json",
+            "--schedule zb-h1 --pp 4 --microbatches 8 --output zb-h1.csv",
+        ),
+    ),
+    "compare": Command(
+        "compare every schedule, and schedule files",
+        (
+            "--pp 4 --microbatches 8",
+            "--pp 8 --microbatches 32 --cost 1,1.1,0.8 --hop 0.05 --memory-cap 0.6",
+        ),
+    ),
+    "plan": Command(
+        "find the fastest flags that fit a memory budget",
+        (
+            f"--from-args {_LLAMA} --pp 8 --gpu H100 --memory-cap 60GiB",
+            f"--from-args {_LLAMA} --gpu H100 --memory-cap 60GiB --output best.json",
+        ),
+    ),
+    "check": Command("prove that a schedule file can be executed", ("v-half.json",)),
+    "show": Command(
+        "draw a timeline with its memory, as text or picture",
+        (
+            "1f1b v-half --pp 4 --microbatches 8",
+            "v-half.json --output v-half.svg",
+            "--measured traces --output run.html",
+        ),
+    ),
+    "checkpoint": Command(
+        "report which layout saved a checkpoint, and whether it is complete",
+        ("checkpoints", "checkpoints --json"),
+    ),
+    "patch": Command(
+        "add our flags to a Megatron-LM checkout, or remove them",
+        ("apply Megatron-LM", "status Megatron-LM", "revert Megatron-LM"),
+    ),
+    "doctor": Command(
+        "check this machine, torch and Megatron, and suggest fixes",
+        ("", "--megatron Megatron-LM --json"),
+    ),
+    "reproduce": Command(
+        "print the papers' tables and figures beside ours, with verdicts",
+        ("--list", "controllable-memory --output page.md"),
+    ),
+    "prove": Command(
+        "shrink a training command, run it on CPU ranks, name the first tensor that differs",
+        (
+            "-- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...",
+            "--from-args train.sbatch --page report.html",
+            "--races 5 -- pretrain_gpt.py ... --pp-schedule v-half",
+        ),
+    ),
+    "explore": Command(
+        "a local page: drag sizes, costs and caps, compare schedules, copy the flags",
+        ("--open", "mine.json --measured traces", "--export view.html"),
+    ),
+    "completion": Command(
+        "print a script that completes commands and options in bash or zsh", ("bash", "zsh")
+    ),
+}
