@@ -10,7 +10,7 @@ from ..view.table import columns
 from .common import InputError, output
 from .plan_baseline import gain, reference
 from .plan_lengths import text_of as lengths_text
-from .plan_text import assumptions_text, difference_text, heads_of, point_cells, report_text
+from .plan_text import assumptions_text, difference_text, report_text, table_of
 
 
 def answer(data: dict[str, Any], file: str | None, *, every: bool) -> str:
@@ -30,23 +30,16 @@ def table(data: dict[str, Any]) -> list[str]:
     rows = data["baselines"]
     error = data["expected_error"] or 0.0
     beside = reference(rows)
-    every = [*data["front"], *rows]
-    cells = [
-        (
-            *point_cells(point, every),
-            "-" if beside is None else _percent(gain(point, beside), error),
-        )
-        for point in data["front"]
-    ]
-    for row in rows:
-        name, *rest = point_cells(row, every)
-        over = "" if row["fits"] else " (too large)"
-        alone = row is beside or row["gain"] is None
-        share = "-" if alone else _percent(row["gain"], error)
-        cells.append((f"{row['what']}: {name}{over}", *rest, share))
+    heads, *cells = table_of([*data["front"], *rows])
+    for point, row in zip(data["front"], cells):
+        row.append("-" if beside is None else _percent(gain(point, beside), error))
+    for base, row in zip(rows, cells[len(data["front"]) :]):
+        row[0] = f"{base['what']}: {row[0]}{'' if base['fits'] else ' (too large)'}"
+        alone = base is beside or base["gain"] is None
+        row.append("-" if alone else _percent(base["gain"], error))
     if not cells:
         return _legend(data)
-    return [*columns([(*heads_of(every), "gain"), *cells]), *_legend(data)]
+    return [*columns([[*heads, "gain"], *cells]), *_legend(data)]
 
 
 def _percent(share: float, error: float) -> str:

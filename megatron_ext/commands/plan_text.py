@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from ..plan.calibration import OF_RUNS
@@ -34,7 +35,7 @@ def report_text(data: dict[str, Any], file: str | None, rows: Sequence[str]) -> 
     if grid is not None and grid["without_pipeline"] is not None:
         alone = grid["without_pipeline"]
         cost = f"{alone['iteration_ms']:.1f} ms an iteration, {gib(alone['peak_bytes'])}"
-        sizes = ", ".join(f"{head} {n}" for head, n in zip(_SIZES, _division_cells(alone)))
+        sizes = ", ".join(f"{head} {alone['division'][kind]}" for head, kind in _DIVISION.items())
         lines += ["", f"without a pipeline, on stock Megatron: {sizes}: {cost}"]
     if data["ignored"]:
         lines += ["", "ignored flags: " + " ".join(data["ignored"])]
@@ -55,30 +56,10 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-_SIZES = ("TP", "PP", "DP", "CP", "EP")
-_HEADS = (
-    *("schedule", "chunks", "mbs", "recompute", "moe", "vocab", "offload", "layout"),
-    *("iteration ms", "tok/s/GPU", "MFU", "bubble", "peak GiB", "rank", "host GiB"),
-)
+_DIVISION = {"TP": "tensor", "PP": "pipeline", "DP": "data", "CP": "context", "EP": "expert"}
 
 
-def heads_of(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Of ``point_cells`` of these points."""
-    return ("schedule", *(_SIZES if _several(points) else ()), *_HEADS[1:])
-
-
-def _several(points: Sequence[dict[str, Any]]) -> bool:
-    """Their parallel sizes differ."""
-    return len({tuple(point["division"].values()) for point in points}) > 1
-
-
-def _division_cells(point: dict[str, Any]) -> tuple[str, ...]:
-    sizes = point["division"]
-    return tuple(str(sizes[n]) for n in ("tensor", "pipeline", "data", "context", "expert"))
-
-
-def point_cells(point: dict[str, Any], points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """One row of a table of ``points``."""
+def _name(point: dict[str, Any]) -> str:
     name, stages = point["schedule"], len(point["layers"])
     if point["memory_cap"] is not None:
         name += f" {round(point['memory_cap'] * stages)}/{stages}"
@@ -86,24 +67,7 @@ def point_cells(point: dict[str, Any], points: Sequence[dict[str, Any]]) -> tupl
         name += f" g={point['group_size']}"
     if point["slices"] > 1:
         name += f" /{point['slices']}"
-    return (
-        name,
-        *(_division_cells(point) if _several(points) else ()),
-        str(point["chunks"]),
-        str(point["micro_batch_size"]),
-        "cheap" if point["cheap_recompute"] else point["recompute"] or "-",
-        point["moe"],
-        "sharded" if point["vocab_parallel"] else "-",
-        point["offload"] or "-",
-        _layout(point),
-        f"{point['iteration_ms']:.1f}",
-        f"{point['tokens_per_second_per_gpu']:.0f}",
-        f"{100 * point['mfu']:.1f} %",
-        f"{100 * point['bubble']:.2f} %",
-        f"{point['peak_bytes'] / 2**30:.2f}",
-        str(point["peak_rank"]),
-        f"{point['host_bytes'] / 2**30:.2f}",
-    )
+    return str(name)
 
 
 def _layout(point: dict[str, Any]) -> str:
@@ -111,6 +75,37 @@ def _layout(point: dict[str, Any]) -> str:
     if point["layout"] is not None:
         return "custom"
     return "even" if len(set(point["layers"])) == 1 else "given"
+
+
+# A column of a table of points: its head, and a cell of the JSON.
+_COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "chunks": itemgetter("chunks"),
+    "mbs": itemgetter("micro_batch_size"),
+    "recompute": lambda p: "cheap" if p["cheap_recompute"] else p["recompute"] or "-",
+    "moe": itemgetter("moe"),
+    "vocab": lambda p: "sharded" if p["vocab_parallel"] else "-",
+    "offload": lambda p: p["offload"] or "-",
+    "layout": _layout,
+    "iteration ms": lambda p: f"{p['iteration_ms']:.1f}",
+    "tok/s/GPU": lambda p: f"{p['tokens_per_second_per_gpu']:.0f}",
+    "MFU": lambda p: f"{100 * p['mfu']:.1f} %",
+    "bubble": lambda p: f"{100 * p['bubble']:.2f} %",
+    "peak GiB": lambda p: f"{p['peak_bytes'] / 2**30:.2f}",
+    "rank": itemgetter("peak_rank"),
+    "host GiB": lambda p: f"{p['host_bytes'] / 2**30:.2f}",
+}
+
+
+def table_of(points: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Heads and cells of points; with parallel sizes where they differ."""
+    several = len({tuple(point["division"].values()) for point in points}) > 1
+    sizes = _DIVISION if several else {}
+    rows = [["schedule", *sizes, *_COLUMNS]]
+    for point in points:
+        division = (point["division"][kind] for kind in sizes.values())
+        found = (cell(point) for cell in _COLUMNS.values())
+        rows.append([_name(point), *map(str, division), *map(str, found)])
+    return rows
 
 
 def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
