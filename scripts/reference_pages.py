@@ -14,12 +14,13 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_ext._conflict import Conflict
+    from megatron_ext.commands.parser import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -85,8 +86,10 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     return [*lines, *(f"| {' | '.join(map(cell, row))} |" for row in rows)]
 
 
-def options(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, str]]:
-    """The name and the help of every option, as ``--help`` has them."""
+def options(
+    actions: Iterable[argparse.Action], needs: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """The name and the help of every option, as ``--help`` has them, and what it needs."""
     for action in actions:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
             continue
@@ -97,6 +100,8 @@ def options(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, str]]:
         value = "" if action.nargs == 0 else f"[{value}]" if action.nargs == "?" else value
         names = ", ".join(action.option_strings)
         text = (action.help or "") % {**vars(action), "prog": "megatron-ext"}
+        needed = (needs or {}).get(action.dest)
+        text += f"; needs `{needed}`" if needed else ""
         yield f"`{names} {value}`".replace(" `", "`").replace("` ", "`"), text
 
 
@@ -116,11 +121,11 @@ def cli() -> str:
     lines += table(("command", "what it does"), ((f"[`{n}`](#{n})", h) for n, h, _ in subparsers))
     for name, text, parser in subparsers:
         lines += ["", f"## {name}", "", f"{(parser.description or text).strip()}", ""]
-        lines += table(("option", "meaning"), options(parser._actions))
+        lines += table(("option", "meaning"), options(parser._actions, parser.needs))
     return "\n".join(lines) + "\n"
 
 
-def commands() -> list[tuple[str, str, argparse.ArgumentParser]]:
+def commands() -> list[tuple[str, str, Parser]]:
     """Every command: its name, its one line, its parser."""
     from megatron_ext.cli import COMMANDS, make_parser
 

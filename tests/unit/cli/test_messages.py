@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_ext import __version__, cli
 from megatron_ext.commands import compare, schedule, show, simulate
-from megatron_ext.commands.common import Parser
+from megatron_ext.commands.parser import Options, Parser
 from tests.support.waiting import PATIENCE
 
 
@@ -29,6 +30,25 @@ def test_the_commands_share_their_options():
     for flag in ("--memory-cap", "--group-size"):
         for name in ("simulate", "schedule", "show", "compare"):
             assert flag in choices[name]._option_string_actions
+
+
+def test_tables_of_options_name_options():
+    """Types, defaults and needs are of options that are there."""
+    tables = 0
+    for name in cli.COMMANDS:
+        module = importlib.import_module(f"megatron_ext.commands.{name}")
+        parser = Parser()
+        module.declare(parser)
+        flags = set(parser._option_string_actions)
+        assert {needed.split()[0] for needed in parser.needs.values()} <= flags, name
+        for value in vars(module).values():
+            if isinstance(value, Options):
+                tables += 1
+                own = {words.split()[0] for words in value.help}
+                for names in (value.kinds, value.defaults, value.needs, value.words):
+                    assert set(names) <= own, name
+                assert set(value.required) <= own, name
+    assert tables > 10
 
 
 _PO = "simulate --schedule po --pp 4 --microbatches 8"
