@@ -18,7 +18,7 @@ from ..plan.times import price_of
 from .common import InputError, Options, Parser, output, positive, refuse_others, user_input
 from .moe_report import RENDERERS, Layer, drawn, picture_of, report_json, report_text
 from .plan_device import EXCHANGE_RATE, exchange_rates
-from .plan_input import FORMS, from_line
+from .plan_input import FORMS, from_line, read_command
 
 _COSTS = ("exchange", "experts", "input", "inside", "again", "latency", "launch")
 _MOE = tuple(map(attribute, (moe_job.CHUNKS, moe_job.REUSE, moe_job.BUDGET)))
@@ -47,7 +47,7 @@ _LAYER = Options(
         "--gpus-per-node N": "devices that the peer link connects; all-to-alls of more "
         "expert-parallel ranks use the network too (default 8; GB200 and GB300 72)",
     },
-    kinds={"--gpus-per-node": positive},
+    kinds={"--gpus-per-node": positive, "--from-args": read_command},
 )
 _DRAWN = Options(
     {

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from .._conflict import values_of
 from .._input import attribute, flag_of
 from ..plan.collectives import Overlap
 from ..plan.divisions import SIZES, divisions
@@ -17,7 +16,7 @@ from ..plan.gpu import Gpu
 from ..plan.layout import read_layout
 from ..plan.model import Job, PlanError
 from ..schedule import GENERATORS
-from .plan_input import UNEVEN, VIRTUAL, tokens
+from .plan_input import UNEVEN, VIRTUAL, values_given
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Given:
         Args:
             given: Megatron's arguments by name.
         """
-        values = values_of(tokens(args.from_args))
+        values = values_given(args)
         pp, layers = given.get(SIZES[1]) or 1, given.get("num_layers") or 0
         chunks, each = (str(values.get(name, "")) for name in VIRTUAL)
         count = 1
@@ -83,7 +82,7 @@ def freed(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
     if not args.grid or args.from_args is None:
         return given
     beside = vars(args)
-    line = values_of(tokens(args.from_args))
+    line = values_given(args)
     names = [*SIZES, _LAYOUT, *UNEVEN]
     open_ = {name for name in names if name in line and beside.get(name) is None}
     if args.pp is not None:
@@ -127,7 +126,7 @@ def replaced(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[st
     """Flags of the user's own that contradict ``flags``, which a plan prints, or that these make
     idle."""
     printed = {words.split()[0] for words in flags}
-    names = {**values_of(tokens(args.from_args)), **given}
+    names = {**values_given(args), **given}
     layout = "--pipeline-model-parallel-layout" in printed
     alone = "--pipeline-model-parallel-size 1" in flags
     clash = [*VIRTUAL, *(UNEVEN if layout or alone else ()), *SIZES, *_OURS]
@@ -152,7 +151,7 @@ def difference(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[
         given: Megatron's arguments by name.
         flags: that a plan prints.
     """
-    names = {**values_of(tokens(args.from_args)), **given}
+    names = {**values_given(args), **given}
     out = [f"- {flag}{_value(names, flag)}" for flag in replaced(args, given, flags)]
     for words in flags:
         for part in _split(words):

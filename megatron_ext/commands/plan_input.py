@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from .._conflict import values_of
 from .._input import attribute, flag_of, reason
 from ..checkpoints import folder as saved
 from ..plan.divisions import SIZES
@@ -17,7 +18,7 @@ from ..plan.inputs.huggingface import read_config
 from ..plan.model import PlanError
 from .parser import Options, Parser
 from .training_command import FORMS as FORMS
-from .training_command import read_command
+from .training_command import read_command as read_command
 
 
 def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
@@ -73,7 +74,8 @@ _FILES = Options(
         "--bridge-config FILE": "a Megatron-Bridge recipe's settings: ConfigContainer.to_dict() as "
         "JSON; flags win",
         "--checkpoint FOLDER": "the folder of --save: the arguments saved there; flags win",
-    }
+    },
+    kinds={"--from-args": read_command},
 )
 
 
@@ -81,7 +83,7 @@ def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str
     """Megatron's arguments by name, flags that were ignored, and where the model is from."""
     found, notes = read_file(args)
     line, ignored = from_line(args)
-    notes += [] if args.from_args is None else read_command(args.from_args).notes
+    notes += [] if args.from_args is None else args.from_args.notes
     found |= line
     if args.pp is not None:
         found["pipeline_model_parallel_size"] = args.pp
@@ -90,7 +92,7 @@ def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str
 
 def from_line(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Of ``--from-args`` and the flags beside it; and the names of the flags that were ignored."""
-    command = None if args.from_args is None else read_command(args.from_args)
+    command = args.from_args
     found, ignored = read(command.flags if command else [])
     found |= {n: v for n, v in vars(args).items() if n in _KNOWN}
     ranks = math.prod(found.get(name) or 1 for name in SIZES[:3])
@@ -102,9 +104,9 @@ def from_line(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 _KNOWN = {attribute(name) for name in FLAGS}
 
 
-def tokens(line: str | None) -> list[str]:
-    """The words of ``--from-args``, a command line or a file with one; none without it."""
-    return [] if line is None else read_command(line).flags
+def values_given(args: argparse.Namespace) -> dict[str, Any]:
+    """Values by name of the flags that ``--from-args`` has; none without it."""
+    return {} if args.from_args is None else values_of(args.from_args.flags)
 
 
 VIRTUAL = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"

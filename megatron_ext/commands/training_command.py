@@ -21,7 +21,7 @@ FORMS = (
 
 
 def read_command(given: str, arguments: Sequence[str] | None = None) -> Command:
-    """The training command that ``--from-args`` names.
+    """The training command that ``--from-args`` names; also an argparse type.
 
     Args:
         given: a line, or the path of a file; behind a script's, its arguments.
@@ -39,7 +39,7 @@ def read_command(given: str, arguments: Sequence[str] | None = None) -> Command:
         if script and not script[0].endswith(".py") and os.path.isfile(script[0]):
             file, arguments = script[0], script[1:] or arguments
         if file:
-            return from_text(read_text(file), arguments)
+            return from_text(read_text(file), arguments)._replace(given=given)
     except OSError as error:
         raise InputError(f"cannot read --from-args {file}: {reason(error)}") from None
     except ValueError as error:
@@ -49,4 +49,4 @@ def read_command(given: str, arguments: Sequence[str] | None = None) -> Command:
         raise InputError(f"--from-args {shown(given)} is no file, and no flag (--name) is in it")
     if arguments:
         raise InputError(f"{arguments[0]!r}: only a shell script has arguments of its own after --")
-    return from_line(words)
+    return from_line(words)._replace(given=given)

@@ -27,6 +27,7 @@ class Command(NamedTuple):
         world: ranks; 0: not known.
         other: it was written for another front end or version, whose flags may be unknown here.
         notes: what was assumed in reading it.
+        given: the line or the file that it was read from, as the user named it.
     """
 
     script: str
@@ -34,6 +35,10 @@ class Command(NamedTuple):
     world: int = 0
     other: bool = False
     notes: tuple[str, ...] = ()
+    given: str = ""
+
+    def __str__(self) -> str:
+        return self.given
 
 
 def launched(command: Command) -> Command:

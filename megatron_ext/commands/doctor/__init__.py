@@ -43,7 +43,7 @@ _OWN = Options(
         "--from-args LINE|FILE": f"a training command to look at too: {FORMS}",
         **JSON.help,
     },
-    kinds={"--megatron": Path},
+    kinds={"--megatron": Path, "--from-args": read_command},
 )
 
 
@@ -54,13 +54,13 @@ def _doctor(args: argparse.Namespace) -> int:
     named = os.environ.get("MEGATRON_LM")
     if checkout is None and named:
         checkout = Path(named)
-    command = None if args.from_args is None else read_command(args.from_args)
+    command = args.from_args
     with Progress("doctor") as progress:
         progress("importing torch and Megatron in a process of its own")
         facts = run_probe(checkout)
         findings = list(diagnose(facts, checkout, Path("/")))
     if command is not None:
-        with user_input(args.from_args):
+        with user_input(command.given):
             devices = len(facts.get("torch", {}).get("devices", ()))
             findings += diagnose_command(command, devices)
     worst = next(level for level in (ERROR, WARNING, OK) if any(f.level == level for f in findings))
