@@ -105,7 +105,8 @@ class ScheduledPipeline:
             first_val_step,
         )
         group = pipeline_group(p2p_communicator, pg_collection)
-        groups = groups_of_call(group, pg_collection, iteration.config)
+        waiting = None if forward_only else iteration.config
+        groups = groups_of_call(group, pg_collection, waiting)
         length = seq_length
         if decoder_seq_length is not None and len(models) == 1:
             length = decoder_seq_length  # stock's interleaved schedule takes no notice of it
@@ -273,7 +274,7 @@ def groups_of_call(pipeline: Any, pg_collection: Any = None, config: Any = None)
     Args:
         pipeline: the call's pipeline.
         pg_collection: the call's; None: Megatron's global groups.
-        config: the model's.
+        config: the model's, if it is trained: evaluation waits for no replica.
     """
     names = ("tp", "cp", "tp_ep", *(("tp_dp_cp",) * _replicas_wait(config)))
     if pg_collection is not None:
