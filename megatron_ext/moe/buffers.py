@@ -24,7 +24,7 @@ from ..offload.device import Device, Event, device_for
 from ..offload.engine import Engine, Ticket
 from ..offload.errors import OffloadConfigError
 from ..offload.saved import Selection, smallest
-from ..offload.sets import ActivationSet, State
+from ..offload.sets import NO_ROOM, ActivationSet, State
 from .graph import Linears, Recomputation, without_memory
 from .plan import DEPTH, Restore, Strategy
 
@@ -185,13 +185,11 @@ class Memory:
             except OffloadConfigError as error:
                 arena.seal()
                 logger.warning("s1 to s3 keep tensors on the device: %s", error)
-        nbytes = [
-            *(block.form.end_bytes for block in record.movable()),
-            *(p.numel() for p in pieces),
-        ]
         record.offload(more=pieces)
-        if record.stays:
-            record.staying_bytes = sum(map(padded, nbytes))
+        if record.stays == NO_ROOM:
+            sizes = [block.form.end_bytes for block in record.movable()]
+            sizes += [piece.numel() for piece in pieces]
+            record.staying_bytes = sum(map(padded, sizes))
             self.stayed += 1
             self._staying += record.staying_bytes
         self.wanted_bytes = max(self.wanted_bytes, arena.used_bytes + self._staying)
@@ -296,7 +294,7 @@ class Record(ActivationSet):
         ring = self._memory.ring
         sends_input = self._strategy.input is Restore.OFFLOAD and self.used_bytes
         pieces = [slot[: self.used_bytes]] if sends_input else []
-        if not pieces and not self.movable():
+        if not pieces and not self.blocks:
             return
         self.ticket = self.engine.produced()
         self._memory.offload(self, pieces)

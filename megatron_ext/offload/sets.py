@@ -150,8 +150,10 @@ class ActivationSet:
         blocks = self.movable()
         for block in blocks:
             block.check()
-        saved = [*(block.saved() for block in blocks), *more]
-        forms = [*(block.form for block in blocks), *(form_of_bytes(each.numel()) for each in more)]
+        saved, forms = [block.saved() for block in blocks], [block.form for block in blocks]
+        if more:
+            saved += more
+            forms += [form_of_bytes(each.numel()) for each in more]
         assert self.ticket is not None
         if not saved:
             self.stays = NOTHING
