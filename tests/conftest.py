@@ -7,7 +7,9 @@ parameters (``matrix``: other Megatron versions and full grids). A plain run has
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
 import re
 import sys
@@ -37,6 +39,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # the assertions of all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Thousands of tests stay; looking through them all again and again takes half of the collection.
+gc.set_threshold(50_000)
+# Ranks wake each other all the time: where that interrupts one that holds a lock of gloo, others
+# spin. As batch processes they wait for their turn.
+if hasattr(os, "SCHED_BATCH"):
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Slowest first: a worker that is done early takes what is left of the faster ones.
 FOLDERS = {

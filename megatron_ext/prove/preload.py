@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import pkgutil
 import queue
+from importlib import metadata
+
+_LATE = ("megatron.core.models.mimo", "megatron.core.tokenizers.text.models")
 
 
 def preload() -> None:
-    """Import all modules of megatron_ext and hash its sources."""
+    """Import all modules of megatron_ext and what training imports late; hash our sources; look
+    for torch's backends among the installed packages."""
     import megatron_ext
     from megatron_ext.integration.features import consistency
 
-    for module in pkgutil.walk_packages(megatron_ext.__path__, "megatron_ext."):
-        if not module.name.endswith("__main__"):
+    ours = pkgutil.walk_packages(megatron_ext.__path__, "megatron_ext.")
+    for name in (*_LATE, *(module.name for module in ours)):
+        if not name.endswith("__main__"):
             with contextlib.suppress(ImportError):  # another version of Megatron may lack its own
-                importlib.import_module(module.name)
+                importlib.import_module(name)
     consistency._sources()
+    metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
+    metadata.entry_points(group="torch.distributed.backends")
 
 
 def keep_writing_here() -> None:

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -272,6 +273,7 @@ def _prepare_for_all() -> None:
     factory._get_field_docstrings = lambda _, config: dict(read(config))
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     _compile_once()
+    _parse_once()
     _skip_clean_up()
     preload()
 
@@ -283,6 +285,21 @@ def _compile_once() -> None:
     with contextlib.suppress(SystemExit):  # where that fails, the jobs say so
         utils.compile_helpers()
         utils.compile_helpers = lambda: None
+
+
+def _parse_once() -> None:
+    """Two features parse the whole command line again to see that nobody asks for them."""
+    from megatron.training import arguments, ft_integration, inprocess_restart
+
+    flags = {"--enable-ft-package", "--inprocess-restart", "--yaml-cfg"}
+    neither = argparse.Namespace(enable_ft_package=False, inprocess_restart=False)
+
+    def look(**how: Any) -> argparse.Namespace:
+        asked = not flags.isdisjoint(sys.argv)
+        return arguments.parse_args(**how) if asked else neither
+
+    for module in (ft_integration, inprocess_restart):
+        module.arguments = types.SimpleNamespace(parse_args=look)
 
 
 def _skip_clean_up() -> None:
@@ -369,6 +386,7 @@ def _left_behind(rank: int) -> bool:
 
 def main() -> None:
     """Serve jobs for the script on the command line until standard input ends."""
+    gc.disable()  # what is imported stays
     # Answers go to the pipe; whatever the script's imports print goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -390,9 +408,10 @@ def main() -> None:
 
     _prepare_for_all()
     torch.set_num_threads(1)
-    # What is there now stays; ranks that never look at it need no copies of its pages.
+    # Ranks that never look at it need no copies of its pages.
     gc.collect()
     gc.freeze()
+    gc.enable()
     for line in sys.stdin:
         job = json.loads(line)
         answer = {"flags": _known_flags()} if "flags" in job else _run_job(script, job)

@@ -177,6 +177,7 @@ def _run(job: dict[str, Any]) -> int:
 
 
 def _main(number: str, tag: str) -> None:
+    gc.disable()  # what is imported stays
     import torch
 
     torch.set_num_threads(1)
@@ -191,6 +192,7 @@ def _main(number: str, tag: str) -> None:
         preload()
     gc.collect()
     gc.freeze()
+    gc.enable()
     _serve(socket.socket(fileno=int(number)))
 
 
