@@ -323,7 +323,7 @@ class Job:
         """Parameters that a checkpoint would not fill."""
         checkpoints = Checkpoint()
         checkpoints._chunks = self.models
-        return checkpoints._uncovered(self.state(True))
+        return checkpoints._missing(self.state(True))
 
     def save(self, folder: Path) -> None:
         """Write ``folder``."""
