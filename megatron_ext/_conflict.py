@@ -79,12 +79,10 @@ class Rule:
     """A combination that is refused, of more than one option and its value.
 
     Attributes:
-        what: it is, for a table.
         broken: given the facts as attributes, true where it is there.
         text: the refusal, with names of facts in braces.
     """
 
-    what: str
     broken: Callable[[Any], Any]
     text: str
 

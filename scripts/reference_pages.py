@@ -194,8 +194,8 @@ def refused() -> str:
             lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
             lines += table(*_refusals(feature.conflicts))
     lines += ["", "## Other combinations of `--pp-schedule`", ""]
-    lines += ["What stands in braces is filled in.", ""]
-    lines += table(("what", "the refusal"), ((rule.what, rule.text) for rule in RULES))
+    lines += ["In the words of the refusals; what stands in braces is filled in.", ""]
+    lines += [f"- {rule.text}" for rule in RULES]
     return "\n".join(lines) + "\n"
 
 

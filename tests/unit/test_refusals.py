@@ -49,8 +49,8 @@ def refusals(source: str) -> Iterator[str]:
             values = [sentence(k.value, known) for k in node.keywords if k.arg == "only"]
             flag, why = (sentence(part, known) for part in node.args[:2])
             yield f"{flag}: {why} {' '.join(values)}".strip()
-        elif name == "Rule" and len(node.args) == 3:
-            yield " ".join(re.sub(r"{[^{}]*}", "{}", sentence(node.args[2], known)).split())
+        elif name == "Rule" and len(node.args) == 2:
+            yield " ".join(re.sub(r"{[^{}]*}", "{}", sentence(node.args[1], known)).split())
         elif name == "Flag" and node.args:
             flag = sentence(node.args[0], known)
             for keyword in node.keywords:

@@ -213,11 +213,10 @@ class ScheduleRequest:
         spec = self.decided or self.spec(pp, chunks, microbatches)
         if offload is not None:
             placement = spec.placement
-            offload.check_chunks(placement.chunks)
             if self.profile is not None and self.splits is not None and offload.times is None:
                 split = self.splits(placement.num_stages)
                 offload = replace(offload, measured=self.profile.link(split, placement))
-            offload.check_times(placement)
+            offload.check(placement)
         note = self.note
         if self.decided is None and self.file is None and offload is None:
             found = _select(spec, self.name)

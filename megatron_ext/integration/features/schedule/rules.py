@@ -106,18 +106,15 @@ def require(rules: tuple[Rule, ...], **facts: Any) -> None:
 
 OPTIONS = (
     Rule(
-        "a search of no time, or of hours",
         lambda it: it.effort is not None and not 0 < it.effort <= MOST_EFFORT,
         f"--pp-effort must be more than 0 and at most {MOST_EFFORT} seconds, got {{effort:g}}",
     ),
     Rule(
-        "a group size for auto",
         lambda it: it.auto and it.group_size is not None,
         "--pp-schedule auto chooses the group size itself; drop --pp-group-size {group_size}, or "
         "use --pp-schedule gis",
     ),
     Rule(
-        "costs, a group size, or a cap without offload, for a schedule file",
         lambda it: (
             it.file and (it.cost or it.group_size is not None or (it.cap and not it.offload))
         ),
@@ -125,30 +122,25 @@ OPTIONS = (
         "--pp-group-size",
     ),
     Rule(
-        "no cap for a schedule that is made for one",
         lambda it: it.takes_cap and it.cap is None,
         "--pp-schedule {name} needs a cap, a fraction of 1F1B's peak; add e.g. --pp-memory-cap 0.6",
     ),
     Rule(
-        "a cap in bytes for a schedule whose memory is fixed, without offload",
         lambda it: it.in_bytes and not (it.takes_cap or it.auto or it.file or it.offload),
         "--pp-schedule {name}: the memory of {name} is fixed and takes no --pp-memory-cap {cap}; "
         "use auto or v-cap, or offload",
     ),
     Rule(
-        "a file whose microbatches have different numbers of slices",
         lambda it: it.slices[0] < it.slices[1],
         "--pp-schedule: {name} has {slices[0]} to {slices[1]} slices a microbatch, but training "
         "cuts all microbatches of a file alike; write it with --slices K",
     ),
     Rule(
-        "offload beside a file that has its own",
         lambda it: it.file and it.file.has_offload and it.offload,
         "--pp-schedule: {name} has its own offload actions; drop --pp-offload and the flags that "
         "go with it, or write the file without --offload",
     ),
     Rule(
-        "a file with other passes of a sharded vocabulary than those of training",
         lambda it: (
             it.file
             and it.file.vocabulary is not None
@@ -158,7 +150,6 @@ OPTIONS = (
         "passes of a sharded vocabulary with one; write the file with --vocabulary-barriers 1",
     ),
     Rule(
-        "a file with a placement that is neither Megatron's nor the V",
         lambda it: it.file and not (it.file.placement.is_vee() or it.file.placement.is_loop()),
         "--pp-schedule {name}: its placement {file.placement} is neither Megatron's (stage = "
         "chunk * pp + rank) nor the V; the runtime can place models only so",
@@ -166,24 +157,20 @@ OPTIONS = (
 )
 PIPELINE = (
     Rule(
-        "a pipeline of one rank",
         lambda it: it.pp < 2,
         "--pp-schedule {name} needs {size} >= 2, got {pp}; raise it, or drop the schedule",
     ),
     Rule(
-        "a file for another number of ranks",
         lambda it: it.file and it.file.pp != it.pp,
         "--pp-schedule {name} is a file for {file.pp} pipeline ranks, but there are {pp}; generate "
         "it with --pp {pp}",
     ),
     Rule(
-        "a file without passes of a sharded vocabulary, with --pp-vocab-parallel",
         lambda it: it.file and it.sharded and it.file.barriers != 1,
         "--pp-schedule {name} has no passes of a sharded vocabulary; write the file with "
         "--vocabulary",
     ),
     Rule(
-        "a file with passes of a sharded vocabulary, without --pp-vocab-parallel",
         lambda it: it.file and not it.sharded and it.file.barriers,
         "--pp-schedule {name} has passes of a sharded vocabulary; write the file without "
         "--vocabulary, or add --pp-vocab-parallel",
@@ -191,32 +178,27 @@ PIPELINE = (
 )
 ASKED = (
     Rule(
-        "stages that the ranks cannot share",
         lambda it: it.stages is not None and it.stages % it.pp,
         "--pp-schedule {given}: {flag} lists {stages} stages, which {pp} pipeline ranks cannot "
         "share; list {pp} or a multiple of it",
     ),
     Rule(
-        "auto beside virtual stages of a number that only Megatron knows, or one",
         lambda it: it.auto and it.flag and it.stages is None and (it.chunks or 0) < 2,
         "--pp-schedule auto cannot choose under {flag}; name a schedule, or replace it by "
         "--num-virtual-stages-per-pipeline-rank",
     ),
     Rule(
-        "several chunks of a hybrid model before megatron-core 0.17",
         lambda it: it.least > 1 and it.one_only,
         "--pp-schedule {name} has {least} model chunks a rank, but this Megatron's hybrid models "
         "have one; use a schedule with one chunk, e.g. zb-h1, or megatron-core 0.17 or newer",
     ),
     Rule(
-        "a V beside a flag for virtual stages that does not list them",
         lambda it: it.vee and it.flag and it.stages is None,
         "--pp-schedule {name} always has two model chunks a rank; remove {flag}",
     ),
 )
 CHUNKS = (
     Rule(
-        "another number of model chunks a rank than the schedule has",
         lambda it: it.made is None or not it.least <= it.made <= (it.most or it.made),
         "--pp-schedule {name} needs {number} a rank, but {makes}; {fix}",
     ),
