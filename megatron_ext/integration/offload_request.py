@@ -51,12 +51,14 @@ class OffloadRequest:
         request.link(1)  # refuses what is no time
         return request
 
-    def check_chunks(self, chunks: int) -> None:
-        """Refuse more chunks than a rank has.
+    def check(self, placement: Placement) -> None:
+        """Refuse more chunks than a rank has, and times that are not one, one a rank, or one a
+        stage.
 
         Raises:
-            ConfigError: there are fewer.
+            ConfigError: one of them.
         """
+        chunks = placement.chunks
         try:
             wanted_chunks(self.wanted, chunks)
         except ValueError:
@@ -65,13 +67,6 @@ class OffloadRequest:
                 f"{'chunk' if chunks == 1 else 'chunks'} that each pipeline rank has; give 1 to "
                 f"{chunks}, or add virtual stages (--num-virtual-stages-per-pipeline-rank)"
             ) from None
-
-    def check_times(self, placement: Placement) -> None:
-        """Refuse times that are not one, one a rank, or one a stage.
-
-        Raises:
-            ConfigError: they are not.
-        """
         link = self.link(placement.pp)
         if link is not None:
             with self._errors():

@@ -161,7 +161,7 @@ def test_no_named_schedule_is_below_its_bound(name: str) -> None:
 
 def test_equal_costs_in_v_placement() -> None:
     """CM's closed form (figure 13) and the last rank's, wherever memory binds."""
-    for pp in range(2, 17):
+    for pp in (2, 3, 4, 5, 7, 8, 12, 16):
         for m in (1, 2, pp, 2 * pp, 3 * pp + 1):
             for cap in range(2, min(2 * pp, 2 * m - 1) + 1):
                 bound = 2 * lower_bound(Placement.vee(pp), m, Costs(), cap).value

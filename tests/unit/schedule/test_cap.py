@@ -173,8 +173,8 @@ def test_random_requests_are_valid_and_fit() -> None:
 @pytest.mark.usefixtures("full_effort")
 def test_long_runs_repeat_the_steady_state() -> None:
     for cap in (4, 6, 8):
-        run = simulate(generate("v-cap", 4, 300, memory_cap=cap))
-        assert 2 * run.makespan <= unit_bound(4, 300, cap) + 1
+        run = simulate(generate("v-cap", 4, 150, memory_cap=cap))
+        assert 2 * run.makespan <= unit_bound(4, 150, cap) + 1
     run = simulate(generate("v-cap", 12, 96, memory_cap=13))
     assert 2 * run.makespan <= unit_bound(12, 96, 13) + 1
 

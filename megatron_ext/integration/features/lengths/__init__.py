@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ....plan.lengths import CONFLICTS, FLAG, LENGTHS, wanted
+from ....plan.loads import Load, rising, shares_of_loads
+from ....runtime.watchdog import Watchdog
 from ....schedule.select import IN_PAIRS
-from ...callbacks import Callback
+from ...callbacks import Callback, Loads, Step
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
+from ...utils import gather_over
+from .queue import Queues
+from .read import Sequences, asked, sequences_of
 
 
 class Lengths(Feature):
-    """On with ``--pp-microbatch-costs lengths``."""
+    """On with ``--pp-microbatch-costs lengths``: reads the lengths of each training step, and sends
+    them to the pipeline."""
 
     flags = (
         Flag(
@@ -51,6 +59,123 @@ class Lengths(Feature):
     def start(self, run: Run) -> Sequence[Callback]:
         if not wanted(run.args) or run.pipeline is None:
             return ()
-        from .run import StepLengths
+        self._run, self._free = run, bool(run.args.pp_reorder_microbatches)
+        self._queues = Queues()
+        return (self,)
 
-        return (StepLengths(run),)
+    # --- a step ---
+
+    def data_iterators(self, iterators: list[Any], training: bool) -> list[Any]:
+        return [*self._queues.over(iterators)] if training else iterators
+
+    def before_plan(self, step: Step) -> None:
+        if not step.training:
+            return
+        count = step.call.iteration.num_microbatches
+        loads = _agreed(self._read(step), step)
+        units = self._units(loads, step)
+        order: Sequence[int] = range(count)
+        if len({*units}) == 1 and len(units[0]) == self._usual:
+            units = ()  # the plan for equal microbatches
+        elif self._free:
+            # One plan for all steps with these lengths, however they come.
+            order = rising(units)
+            units = tuple(units[j] for j in order)
+        step.loads = Loads(tuple(load.tokens for load in loads), units, tuple(order), self._free)
+
+    def begin(self, step: Step) -> None:
+        if step.training:
+            assert step.loads is not None
+            for queue in self._queues.there:
+                queue.begin(step.loads.order)
+
+    def passes_done(self, step: Step, watchdog: Watchdog) -> None:
+        if not step.training:
+            return
+        for queue in self._queues.there:
+            queue.end()
+        assert step.loads is not None
+        given, order = [*step.losses], step.loads.order
+        if len(given) == len(order):
+            for place, number in enumerate(order):
+                step.losses[number] = given[place]
+
+    def dropped(self, step: Step, failed: bool) -> None:
+        for queue in self._queues.there:
+            queue.drop()
+
+    def close(self) -> None:
+        self._queues = Queues()
+
+    def _read(self, step: Step) -> list[Load] | str | None:
+        """The loads, on ranks of the first stage with data; what is wrong; None on others."""
+        queue = self._queues.of_chunks[0]
+        if step.rank != 0 or queue is None:
+            return None
+        try:
+            found = [self._sequences(one) for one in queue.peek(self._count(step))]
+        except ConfigError as error:
+            return str(error)
+        length, samples = step.call.batch
+        fixed = step.call.shape is not None
+        return [_load(one, (length,) * samples if fixed else None) for one in found]
+
+    def _count(self, step: Step) -> int:
+        count: int = step.call.iteration.num_microbatches
+        return count
+
+    @functools.cached_property
+    def _sequences(self) -> Callable[[Any], Sequences]:
+        function = self._run.lengths_of
+        return sequences_of if function is None else functools.partial(asked, function)
+
+    def _units(self, loads: Sequence[Load], step: Step) -> tuple[Any, ...]:
+        """Shares of each microbatch's units."""
+        args, request = self._run.args, self._run.request
+        assert request is not None
+        tokens = args.seq_length * args.micro_batch_size
+        if step.call.shape is None and request.cap_bytes is None:
+            tokens = max(load.tokens for load in loads)
+        whole, counts = Load(tokens, tokens * args.seq_length), None
+        if self._run.slices_of is not None:
+            usual = None if step.call.shape is None else step.call.batch[0]
+            counts = [self._run.slices_of(usual or load.length) for load in loads]
+        return shares_of_loads(loads, whole, args.hidden_size, counts, self._run.even_slices)
+
+    @property
+    def _usual(self) -> int:
+        """Slices of a microbatch in the plan for equal ones."""
+        request = self._run.request
+        return 1 if request is None or request.cut is None else len(request.cut.ends)
+
+
+def _load(found: Sequences, fixed: Sequence[int] | None) -> Load:
+    """Of one microbatch.
+
+    Args:
+        fixed: lengths to which its sequences are padded, where messages are of one shape.
+    """
+    if fixed is None:
+        return Load.of(found.lengths)
+    whole = Load.of(fixed)
+    return Load(whole.tokens, Load.of(found.lengths).squares) if found.packed else whole
+
+
+def _agreed(mine: list[Load] | str | None, step: Step) -> list[Load]:
+    """The loads of a step. Ranks that run a call together follow one plan, also pipelines that
+    share experts: of each microbatch the largest counts, for which the others wait.
+
+    Raises:
+        ConfigError: on all of these ranks: a rank could not read them, or none has data.
+    """
+    every = gather_over(mine, step.call.groups)
+    for one in every:
+        if isinstance(one, str):
+            raise ConfigError(one)
+    known = [one for one in every if one is not None]
+    if not known:
+        raise ConfigError(
+            f"{FLAG} lengths: no rank of the pipeline's first stage has a data iterator to read "
+            "the lengths of microbatches from; drop it"
+        )
+    return [functools.reduce(Load.most, column) for column in zip(*known)]

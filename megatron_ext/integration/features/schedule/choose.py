@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...._input import meant, parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
@@ -33,8 +34,7 @@ from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.planner import NOTHING, Knowledge, Planner, StepUnits
 from ...errors import ConfigError
 from ...offload_request import OffloadRequest
-from ...rules import require
-from .rules import OPTIONS
+from .rules import OPTIONS, require
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,11 @@ class ScheduleRequest:
         named = GENERATORS.get(text)
         file = None if named or text == AUTO else _load(text)
         in_bytes = memory_cap is not None and memory_cap.strip().endswith("B")
-        slices = (1,) if file is None else file.slices or (1,)
         require(
             OPTIONS,
             name=text,
             auto=text == AUTO,
-            file=file,
-            fewest=min(slices),
-            most=max(slices),
-            barriers=file and file.barriers,
-            placement=file and file.placement,
+            **_facts(file),
             cost=cost,
             cap=memory_cap,
             in_bytes=in_bytes,
@@ -217,11 +212,10 @@ class ScheduleRequest:
         spec = self.decided or self.spec(pp, chunks, microbatches)
         if offload is not None:
             placement = spec.placement
-            offload.check_chunks(placement.chunks)
             if self.profile is not None and self.splits is not None and offload.times is None:
                 split = self.splits(placement.num_stages)
                 offload = replace(offload, measured=self.profile.link(split, placement))
-            offload.check_times(placement)
+            offload.check(placement)
         note = self.note
         if self.decided is None and self.file is None and offload is None:
             found = _select(spec, self.name)
@@ -325,6 +319,15 @@ def named_errors(name: str) -> Iterator[None]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"--pp-schedule {name}: {error}") from None
+
+
+def _facts(file: Schedule | None) -> dict[str, Any]:
+    """What rules ask of a schedule file."""
+    slices = (1,) if file is None else file.slices or (1,)
+    found: dict[str, Any] = {"file": file, "fewest": min(slices), "most": max(slices)}
+    if file is not None:
+        found |= {"barriers": file.barriers, "placement": file.placement}
+    return found
 
 
 def _load(path: str) -> Schedule:

@@ -9,6 +9,7 @@ from ...._conflict import Conflict
 from ....schedule.generators import MOST_EFFORT
 from ...arguments import MegatronArgs
 from ...rules import Rule
+from ...rules import require as require
 
 _ORDER = "it works out what comes next from the order of stock's schedules; drop it"
 _FSDP = (

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from ....plan.slices import overhead
-from ....schedule import AUTO, NAMES, ScheduleSpec, select
+from ....schedule import AUTO, NAMES, select
 from ....schedule.memory_cap import number_text
 from ....schedule.spec import Cut
 from ...arguments import MegatronArgs
@@ -52,7 +52,7 @@ def with_slices(
         spec = replace(spec.order_alone() if spec.name != AUTO else spec, effort=0, overlap=False)
         count = 1 if cut is None else len(cut.ends)
         try:
-            times[count], found[count] = _time(replace(spec, names=tuple(names))), cut
+            times[count], found[count] = select(replace(spec, names=tuple(names))).time, cut
         except ValueError as error:
             failed = error
     if not times:
@@ -62,10 +62,6 @@ def with_slices(
         logger.info("%s", _text(times, best, more))
     args.pp_slices = best
     return replace(request, cut=found[best], cuts=())
-
-
-def _time(spec: ScheduleSpec) -> Fraction:
-    return select(spec).time
 
 
 def _text(times: dict[int, Fraction], best: int, more: Fraction) -> str:

@@ -16,11 +16,10 @@ from ...model_classes import (
     require_chunks,
     script_provider,
 )
-from ...rules import require
-from ...utils import full_batch
+from ...utils import full_batch, most_microbatches
 from .choose import ScheduleRequest
 from .estimate import described
-from .rules import ASKED, CHUNKS, CONFLICTS, FILE, PIPELINE, V_PLACEMENT
+from .rules import ASKED, CHUNKS, CONFLICTS, FILE, PIPELINE, V_PLACEMENT, require
 from .slice_count import with_slices
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
@@ -244,10 +243,8 @@ def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> ScheduleRequ
     if request.vee or request.file is not None:  # others are refused by their generators
         fix = "remove the virtual-stage flags"
         _require_chunks(request, chunks, f"the flags make {chunks}", fix)
-    batch = full_batch(args)
-    assert batch is not None  # Megatron has set it
-    microbatches = batch // (args.micro_batch_size * args.data_parallel_size)
-    return request.resolve(args.pipeline_model_parallel_size, chunks, microbatches)
+    pp = args.pipeline_model_parallel_size
+    return request.resolve(pp, chunks, most_microbatches(args))
 
 
 def _place_vee(args: MegatronArgs, pp: int) -> None:
