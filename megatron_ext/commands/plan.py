@@ -7,8 +7,6 @@ import json
 import time
 
 from .._terminal import Progress
-from ..plan.candidate import Units
-from ..plan.lengths import wanted
 from ..plan.search import Search
 from . import plan_device, plan_input, plan_k, plan_lengths, plan_space
 from .common import JSON, InputError, Options, Parser, user_input
@@ -60,8 +58,8 @@ def _plan(args: argparse.Namespace) -> int:
             asked = jobs(args, freed(args, given), gpu)
             spaces = plan_space.spaces(args, asked, gpu, own)
             budgets = plan_device.budgets(args, gpu)
-            units, alone = Units(), not args.schedules  # else a pipeline is asked for
-            others = baselines(args, given, gpu, own, spaces, budgets, progress, units)
+            others = baselines(args, given, gpu, own, spaces, budgets, progress)
+            units, alone = others.units, not args.schedules  # else a pipeline is asked for
             seeds, effort = others.seeds(spaces, alone=alone), args.effort
             slower = plan_space.slower(args)
             if args.grid:
@@ -75,7 +73,7 @@ def _plan(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
         save_order(args.output, best)
-    by_length = wanted(own.arguments)
+    by_length = plan_lengths.wanted(own.arguments)
     file, node = args.output, args.gpus_per_node
     data = report_json(result, spaces, ignored, notes, seconds, file, node, by_length)
     if args.microbatch_cost is not None:

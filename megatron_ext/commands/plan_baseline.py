@@ -32,10 +32,12 @@ class Baselines:
     Attributes:
         yours: a point, or why there is none.
         stock: of what fits the fastest, else the smallest; None: there is none.
+        units: for other searches.
     """
 
     yours: Point | str
     stock: Point | None
+    units: Units
 
     def seeds(self, spaces: Sequence[SearchSpace], *, alone: bool) -> list[Point]:
         """Those that may be the answer.
@@ -62,7 +64,6 @@ def baselines(
     spaces: Sequence[SearchSpace],
     budgets: tuple[int, int | None],
     progress: Callable[[str], None],
-    units: Units,
 ) -> Baselines:
     """Simulate them.
 
@@ -71,8 +72,8 @@ def baselines(
         own: the user's own pipeline.
         spaces: what is searched.
         budgets: bytes of a rank on the device, and on the host.
-        units: shared with other searches.
     """
+    units = Units()
     progress("your flags as they are")
     yours = _yours(args, given, gpu, own)
     progress("stock schedules that fit")
@@ -84,10 +85,10 @@ def baselines(
         stock = found.best or found.smallest
     except ValueError:
         pass  # Megatron has none for these numbers
-    return Baselines(yours, stock)
+    return Baselines(yours, stock, units)
 
 
-BESIDE_GIVEN = 0.55  # of a search's work, where the sizes given were searched before
+BESIDE_GIVEN = 0.5  # of a search's work, where the sizes given were searched before
 
 
 def of_given_sizes(

@@ -15,7 +15,7 @@ from ..plan.model import Job
 from ..plan.moe_job import fixed_plan
 from ..plan.overlap import ASSUMPTIONS, is_open
 from ..plan.point import Point, evaluate
-from ..plan.post_validation import with_post_validation
+from ..plan.post_validation import takes_long, with_post_validation
 from ..plan.result import Result
 from ..plan.slices import FLAG as SLICES
 from ..plan.space import SearchSpace
@@ -116,25 +116,37 @@ def expert_overlap_text(data: dict[str, Any], gib: Callable[[int], str]) -> list
     return [f"  (all-to-alls of experts, the fastest that was tried: {', '.join(each)})"]
 
 
-def post_validation_json(best: Point) -> dict[str, Any] | None:
-    """What ``--pp-post-validation`` would change; None where training refuses it."""
-    if best.job.vocab_parallel or not best.is_pipeline or best.spec.slices:
-        return None
-    found = with_post_validation(best)
-    return {
+def post_validation_json(best: Point, *, by_length: bool) -> dict[str, Any]:
+    """``post_validation``: what ``--pp-post-validation`` would change; null where training refuses
+    it, or an order for it takes long to make. ``no_post_validation``: why it is null.
+
+    Args:
+        by_length: steps are planned for the lengths of their microbatches.
+    """
+    refused = {
+        SLICES: bool(best.spec.slices),
+        "--pp-vocab-parallel": best.job.vocab_parallel,
+        f"{LENGTHS_FLAG} {LENGTHS}": by_length,
+    }
+    why = next((f"cannot be combined with {flag}" for flag, on in refused.items() if on), None)
+    if why is None and not best.is_pipeline:
+        why = "needs a pipeline"
+    if why is None and takes_long(best):
+        why = "was not tried: it takes long to make an order for it"
+    found = None if why else with_post_validation(best)
+    row = found and {
         "step_ms": number_to_json(found.step_us / 1000),
         "copies_bytes": max(found.copies),
         "peak_bytes": found.worst,
     }
+    return {"post_validation": row, "no_post_validation": why}
 
 
 def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str:
     """``post_validation_json`` of the chosen point for people; ``gib`` writes bytes."""
     best, found = data["chosen"], data["chosen"]["post_validation"]
     if found is None:
-        other = "--pp-vocab-parallel" if best["vocab_parallel"] else f"{LENGTHS_FLAG} {LENGTHS}"
-        other = SLICES if best["slices"] > 1 else other
-        return f"  (--pp-post-validation cannot be combined with {other})"
+        return f"  (--pp-post-validation {best['no_post_validation']})"
     gain = 1 - found["step_ms"] / best["step_ms"]
     if gain < 0.0005:
         return "  (--pp-post-validation would gain nothing)"

@@ -6,20 +6,17 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 from .._input import meant
-from ..plan import lengths
 from ..plan.gpu import Gpu
 from ..plan.model import Job, PlanError
-from ..plan.overlap import FLAG as PAIRS
 from ..plan.profile import Profile
 from ..plan.slices import NUMBERS, refusal
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
-from ..schedule.select import IN_PAIRS
 from .options import NETWORK, SEARCHED
 from .parser import Parser
+from .plan_conflicts import OFFLOAD, allowed
 from .plan_given import Given
 from .results import network_of
 
@@ -86,10 +83,8 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
             raise PlanError(
                 f"unknown schedule {name!r}; give some of {', '.join(NAMES)}{meant(name, NAMES)}"
             )
-    always = args.offload in ("auto", "half", "full")
-    names, job, allowed = _beside_lengths(args, names, job, own, always)
-    if job.overlap_moe_expert_parallel_comm and always:
-        raise PlanError(f"--offload {args.offload} cannot be combined with {PAIRS}; drop one")
+    named = bool(args.schedules)
+    names, job, kinds, vocabulary = allowed(names, job, args.offload, own.arguments, named=named)
     return SearchSpace(
         job,
         gpu,
@@ -98,49 +93,17 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
         numbers(args.chunks, "--chunks") or _chunks(job, own),
         _sizes(args, job, _profiles(args, job)),
         recompute(args, job),
-        {None: allowed, "any": allowed, "off": ()}.get(args.offload, (args.offload,)),
+        kinds,
         args.offload_transfer,
         not args.no_balance,
         _profiles(args, job),
         network_of(args),
-        always_offload=always,
-        vocabulary=args.shard_vocabulary == "auto" and _allows(own, pp_vocab_parallel=True),
+        always_offload=args.offload in OFFLOAD,
+        vocabulary=args.shard_vocabulary == "auto" and vocabulary,
         full_recompute=args.cheap_recompute in (None, "auto") and not args.profile,
         overlap=own.overlap,
         slices=_slices(args, job, own),
     )
-
-
-def _allows(own: Given, **options: Any) -> bool:
-    return lengths.refusal(own.arguments, **options) is None
-
-
-def _beside_lengths(
-    args: argparse.Namespace, names: tuple[str, ...], job: Job, own: Given, always: bool
-) -> tuple[tuple[str, ...], Job, tuple[str, ...]]:
-    """Schedules, the job and kinds of offload without what training refuses beside the user's
-    ``--pp-microbatch-costs lengths``.
-
-    Raises:
-        PlanError: some of that is asked for.
-    """
-    if not lengths.wanted(own.arguments):
-        return names, job, _ANY
-    pairs = job.overlap_moe_expert_parallel_comm
-    why = lengths.refusal(
-        own.arguments,
-        pp_vocab_parallel=job.vocab_parallel,
-        pp_offload=args.offload if always else None,
-        overlap_moe_expert_parallel_comm=pairs,
-    )
-    if why is None and args.schedules and (wrong := [n for n in names if n in IN_PAIRS]):
-        why = f"{lengths.FLAG} {lengths.LENGTHS} does not support --schedules {wrong[0]}; drop it"
-    if why is not None:
-        raise PlanError(why)
-    if not _allows(own, overlap_moe_expert_parallel_comm=True):
-        job = job.with_(overlap_moe_expert_parallel_comm=False)
-    kinds = tuple(kind for kind in _ANY if _allows(own, pp_offload=kind))
-    return tuple(name for name in names if name not in IN_PAIRS), job, kinds
 
 
 def _slices(args: argparse.Namespace, job: Job, own: Given) -> tuple[int, ...]:
@@ -222,6 +185,3 @@ def numbers(text: str | None, flag: str) -> tuple[int, ...] | None:
     if not numbers or min(numbers) < 1:
         raise PlanError(f"{flag} must be whole numbers >= 1 such as 1,2,4, got {text!r}")
     return numbers
-
-
-_ANY = ("half", "full", "auto")

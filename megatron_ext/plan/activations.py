@@ -75,18 +75,16 @@ def _layer(job: Job, kinds: str) -> tuple[Sequence[Part], tuple[int, int, int]]:
 
 def stage_set(job: Job, stage: Stage) -> SetBytes:
     """One activation set of a stage."""
-    bytes_f_to_b = bytes_b_to_w = recompute = widest = group = host = buffers = carried = 0
+    bytes_f_to_b = bytes_b_to_w = recompute = group = 0
+    parts: list[Part] = []
     full = job.recompute_granularity == "full"
     each = job.element_bytes * job.sharded_tokens * job.hidden_size
     if job.distribute_saved_activations:
         each //= job.tensor_model_parallel_size
     for place, number in enumerate(stage.layers):
-        parts, (b, w, extra) = _layer(job.of_layers, job.layers[number])
+        own, (b, w, extra) = _layer(job.of_layers, job.layers[number])
+        parts += own
         bytes_b_to_w += w
-        widest = max(widest, *(part.widest for part in parts))
-        buffers = max(buffers, *(part.buffers for part in parts))
-        host += sum(part.host for part in parts)
-        carried += sum(part.carried for part in parts)
         if full and job.recompute_method == "block" and place >= job.recompute_num_layers:
             bytes_f_to_b += b
         elif full:
@@ -99,13 +97,10 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
             # One layer's at a time; what a split W needs of it is in ``bytes_b_to_w``.
             recompute = max(recompute, extra)
     for kinds in job.mtp_layers if stage.predicts else ():
-        parts = prediction_layer(job, kinds)
-        b, w, extra = sums(job, parts)
+        predicting = prediction_layer(job, kinds)
+        b, w, extra = sums(job, predicting)
+        parts += predicting
         bytes_b_to_w += w
-        widest = max(widest, *(part.widest for part in parts))
-        buffers = max(buffers, *(part.buffers for part in parts))
-        host += sum(part.host for part in parts)
-        carried += sum(part.carried for part in parts)
         # Recomputed as a whole it keeps its two inputs: hidden states and embeddings.
         bytes_f_to_b += 2 * each if full else b
         recompute = max(recompute, b if full else extra)
@@ -123,9 +118,13 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
     # An input, and an output's gradient of this or of the next layer.
     several = job.tokens != job.sharded_tokens and len(stage.layers) > 0
     gathered = 2 * job.element_bytes * job.tokens * job.hidden_size * several
+    carried = sum(part.carried for part in parts)
     return SetBytes(
-        *(bytes_f_to_b + b, bytes_b_to_w + w, recompute),
-        *(logits, widest, gathered, buffers, host),
+        *(bytes_f_to_b + b, bytes_b_to_w + w, recompute, logits),
+        max((part.widest for part in parts), default=0),
+        gathered,
+        max((part.buffers for part in parts), default=0),
+        sum(part.host for part in parts),
         waiting=waiting,
         carried=carried,
         carried_back=FP32 * carried // job.element_bytes,

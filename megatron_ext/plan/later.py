@@ -7,10 +7,10 @@ a bound lets them win. Points with less memory end the front on its other side.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..schedule import GENERATORS
 from ..schedule.bounds import makespan_bound
@@ -26,6 +26,8 @@ from .workload import Workload
 
 if TYPE_CHECKING:
     from .search import Search
+
+T = TypeVar("T", Case, Candidate)
 
 
 def costly(search: Search) -> None:
@@ -116,11 +118,10 @@ def small(search: Search) -> None:
     # Smallest first: it ends the front on the other side, and beats what lies between.
     for one in sorted(search.seen.ready, key=lambda one: (one.bytes, one.likely_us)):
         fits = one.bytes <= search.result.budget * NEAR
-        if fits and one.likely_us <= limit and not _beaten(search, one):
-            if not search.work.affords(one.spec, FOR_LAST):
-                break
+        if not fits or one.likely_us > limit or _beaten(search, one):
+            continue
+        if search.work.affords(one.spec, FOR_LAST):
             search.add(one.spec, one.workload)
-            search.work.take(search.work.of_pairs(one.spec))
     if not search.always_offload:
         _less(search, limit, wide)
 
@@ -131,18 +132,18 @@ def _more_candidates(search: Search, limit: float) -> None:
     smallest = min((p.worst.total for p in search.result.points), default=0)
     found = [one for one in left if one.least < smallest and one.bound_us < limit]
     few = None if len(search.spaces) == 1 else _CASES
-    for case in sorted(found, key=lambda one: (one.least, one.likely_us))[:few]:
-        if not search.work.more_than(FOR_LAST):
-            break
-        search.expand(case)
-        search.queue = [row for row in search.queue if row[2] is not case]
-        heapq.heapify(search.queue)
+    _look(search, sorted(found, key=lambda one: (one.least, one.likely_us))[:few], search.expand)
     rough = [one for _, _, one in search.queue if isinstance(one, Candidate) and one.rough]
     rough = [one for one in rough if one.likely_us <= limit and not _beaten(search, one)]
-    for one in sorted(rough, key=lambda one: (one.bytes, one.likely_us))[:_ROUGH]:
+    _look(search, sorted(rough, key=lambda one: (one.bytes, one.likely_us))[:_ROUGH], search.refine)
+
+
+def _look(search: Search, found: Sequence[T], look: Callable[[T], None]) -> None:
+    """Look at what is found while there is work, and take it out of the queue."""
+    for one in found:
         if not search.work.more_than(FOR_LAST):
             break
-        search.refine(one)
+        look(one)
         search.queue = [row for row in search.queue if row[2] is not one]
     heapq.heapify(search.queue)
 

@@ -14,7 +14,7 @@ _COUNTED = "it counts microbatches as they come; drop it, or --pp-reorder-microb
 _CAPTURED = "a captured pass has one place in one order; drop it"
 
 CONFLICTS = (
-    Conflict("--pp-offload", _OFFLOAD, off=("off",)),
+    Conflict("--pp-offload", _OFFLOAD),
     Conflict("--pp-offload-chunks", _OFFLOAD),
     Conflict("--pp-vocab-parallel", _EQUAL),
     Conflict("--pp-slice-weights", "every slice of a step's own order has its W; drop one of them",

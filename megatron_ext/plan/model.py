@@ -14,6 +14,11 @@ class PlanError(ValueError):
     """Input that cannot be planned with; the text gives the reason and the fix."""
 
 
+# What layers do not depend on.
+_OF_LAYERS: dict[str, Any] = {
+    **dict.fromkeys(("pipeline_model_parallel_size", "data_parallel_size"), 1),
+    **{"global_batch_size": None, "vocab_parallel": False},
+}
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -145,13 +150,11 @@ class Job:
         pairs += [("--seq-length", self.seq_length, self.context_parallel_size)]
         pairs += [("--ffn-hidden-size", self.ffn_hidden_size, tp)]
         kinds = "".join((*self.layers, *self.mtp_layers))
-        if "E" in kinds:
-            pairs += [("--num-experts", self.num_experts, self.expert_model_parallel_size)]
+        pairs += [("--num-experts", self.num_experts, self.expert_model_parallel_size)]
         if "M" in kinds:
             pairs += [("the Mamba heads", self.mamba_heads, tp)]
             pairs += [("--mamba-num-groups", self.mamba_num_groups, tp)]
-        if "G" in kinds:
-            pairs += [("--linear-num-key-heads", self.linear_num_key_heads, tp)]
+        pairs += [("--linear-num-key-heads", self.linear_num_key_heads, tp if "G" in kinds else 1)]
         for what, value, divisor in pairs:
             if value % divisor:
                 raise PlanError(f"{what} {value} cannot be divided by {divisor} ranks")
@@ -229,8 +232,7 @@ class Job:
 
     @property
     def key_width(self) -> int:
-        """Elements per token of all keys, or of all values, before tensor parallelism."""
-        # With more ranks than groups each rank keeps a group of its own.
+        """Elements per token of all keys, or of all values, of a group or more for each rank."""
         return max(self.num_query_groups, self.tensor_model_parallel_size) * self.kv_channels
 
     @property
@@ -266,12 +268,7 @@ class Job:
     @cached_property
     def of_layers(self) -> Job:
         """Equal for all jobs with the same layers on a rank, whatever their pipeline and batch."""
-        return self.with_(
-            pipeline_model_parallel_size=1,
-            data_parallel_size=1,
-            global_batch_size=None,
-            vocab_parallel=False,
-        )
+        return self.with_(**_OF_LAYERS)
 
     def with_(self, **changes: Any) -> Job:
         """The same job with other values."""

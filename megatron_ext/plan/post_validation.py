@@ -8,7 +8,7 @@ that is there anyway.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ..schedule.actions import Op
@@ -17,6 +17,7 @@ from ..schedule.passes.lower import lower
 from ..schedule.post_validation import add_post_validation, head_length, steady_time
 from .memory import MESSAGES, message_bytes
 from .point import Point
+from .work import MOST, Work, full
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class PostValidationEstimate:
         return max(self.peaks)
 
 
+def takes_long(point: Point) -> bool:
+    """True if ``with_post_validation`` needs a large part of a search's work."""
+    return not Work(MOST).affords(replace(point.spec, effort=full()), _REST)
+
+
 def with_post_validation(point: Point) -> PostValidationEstimate:
     """``point`` with its order made for the longest rank, and its optimizer stepping ahead."""
     work, job = point.workload, point.workload.job
@@ -55,3 +61,6 @@ def with_post_validation(point: Point) -> PostValidationEstimate:
         peaks.append(max(usual.total, doubt))
     steady = steady_time(lowered, network=work.network)
     return PostValidationEstimate(steady, tuple(copies), tuple(peaks))
+
+
+_REST = 0.6  # of a search's work, that is left behind a short one

@@ -209,7 +209,7 @@ class Search:
         for one in candidates_of(case, self.units):
             new = len(self.units.orders) - known
             known += new
-            self.work.take(self.work.of_rough() + new * self.work.of_likely(one.spec))
+            self.work.take(self.work.of_rough(one.spec) + new * self.work.of_likely(one.spec))
             if case.space.always_offload:
                 for offer in offers(one, case.space, self.units(one.spec)):
                     self._put(offer.hoped_us, offer)
@@ -242,7 +242,7 @@ class Search:
             spec = replace(spec, effort=0.0)
         if self.known(spec, work):
             return None
-        self.work.take(self.work.of_point(spec))
+        self.work.make(spec)
         try:
             point = evaluate(spec, work)
         except ValueError:
@@ -291,7 +291,7 @@ class Search:
     def _full(self, point: Point) -> None:
         """Replace a point by the one that training makes."""
         spec = replace(point.spec, effort=full())
-        self.work.take(self.work.of_point(spec))
+        self.work.make(spec)
         self.result.points.remove(point)
         self.result.points.append(evaluate(spec, point.workload))
         self._tell(point)
@@ -319,10 +319,9 @@ def _has_twin(search: Search, one: Candidate) -> bool:
 
 
 def _is_dear(search: Search, one: Candidate) -> bool:
-    """Too much work for what is left of it, or passes in pairs, of which a few are tried."""
+    """Too much work for what is left of it."""
     if one.spec.offload or one.spec.overlap:
-        pairs = sum(point.spec.overlap for point in search.result.points)
-        return pairs >= _PAIRS or not search.work.affords(one.spec, FOR_COSTLY)
+        return not search.work.affords(one.spec, FOR_COSTLY)
     found = search.result.fastest is not None
     return found and not search.work.affords(replace(one.spec, effort=0.0), FOR_LAST)
 
@@ -373,6 +372,5 @@ def _alike(a: Costs, b: Costs) -> bool:
 _OF_CASE = 0.97  # the likely time of a case by which its candidates' may be shorter
 _WITHOUT = -0.5  # of the work is left as long as nothing fits
 _CLOSE, _POLISHED = 1.015, 5  # points whose orders are made in full: so near the best, so many
-_PAIRS = 4  # points with passes in pairs
 _HOPELESS = 1.8  # times the room for activations
 _ROUNDS = 3

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..schedule import GENERATORS, ScheduleSpec
 
-MOST = 10_000_000  # of a search, about 10 s of one core
+MOST = 11_000_000  # of a search, about 11 s of one core
 
-_CASE, _ROUGH, _LIKELY = 400, 1_500, 1_500
+_CASE, _ROUGH, _ROUGH_STAGE, _LIKELY = 400, 500, 35, 1_500
 _LIKELY_PASS = 2
 # Of a pass of an order that is fixed, or made for its costs without a search; the latter with
 # passes of a vocabulary, for which several orders are made.
@@ -15,12 +15,14 @@ _FIXED, _LISTED, _SHARDED = 4, 20, 36
 _SEARCHED, _SEARCHED_SHARDED = 35, 110
 _VEE = 1_500_000  # of a V order's search, whatever its size
 _CAPS = 6  # orders are made for one at a cap
-_CAP, _PAIRS = 14_000_000, 100
-_PAIRED = 2_000_000  # of a search for pairs beside these
+_CAP = 14_000_000
+# Of a pass of a search for pairs, in an order of few microbatches; more in V placement.
+_PAIRED, _PAIRED_VEE = 4_000, 8_000
 _OFFLOAD, _OFFLOAD_AUTO = 150, 250  # of a pass
 
 # Of the work, what is kept for what comes later.
 FOR_COSTLY, FOR_SMALL, FOR_LAST = 0.3, 0.15, 0.05
+_FOR_PAIRS = 0.6
 NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 
 
@@ -28,11 +30,12 @@ class Work:
     """What is left of a search's work.
 
     Args:
-        left: to begin with.
+        left: to begin with; passes in pairs have a part of their own, beside it.
     """
 
     def __init__(self, left: float) -> None:
         self.most = self.left = left
+        self._pairs = _FOR_PAIRS * left
 
     def more_than(self, share: float) -> bool:
         """True if more than this share of it is left."""
@@ -40,19 +43,27 @@ class Work:
 
     def affords(self, spec: ScheduleSpec, share: float) -> bool:
         """True if this share of the whole is left after ``of_point``."""
-        return self.left - self.of_point(spec) > share * self.most
+        work = self.of_point(spec)
+        return work < self._pairs if spec.overlap else self.left - work > share * self.most
 
     def take(self, work: float) -> None:
         """So much was done."""
         self.left -= work
 
+    def make(self, spec: ScheduleSpec) -> None:
+        """A schedule was made."""
+        if spec.overlap:
+            self._pairs -= self.of_point(spec)
+        else:
+            self.left -= self.of_point(spec)
+
     def of_cases(self, number: int) -> float:
         """Closed forms."""
         return _CASE * number
 
-    def of_rough(self) -> float:
+    def of_rough(self, spec: ScheduleSpec) -> float:
         """A candidate's rough time."""
-        return _ROUGH
+        return _ROUGH + _ROUGH_STAGE * spec.placement.num_stages
 
     def of_likely(self, spec: ScheduleSpec) -> float:
         """A candidate's likely time."""
@@ -64,7 +75,7 @@ class Work:
         units = sum(spec.slices) or spec.microbatches
         passes = 3 * spec.placement.num_stages * units
         made = GENERATORS[spec.name]
-        each = _FIXED if made.fixed else _LISTED
+        each: float = _FIXED if made.fixed else _LISTED
         more = 0.0
         if spec.barriers:
             each = _SHARDED
@@ -72,18 +83,14 @@ class Work:
             each += _SEARCHED_SHARDED if spec.barriers else _SEARCHED
             alone = made.placement == "vee" and not spec.barriers and not spec.overlap
             more = _VEE * spec.effort if alone else 0.0
-        if spec.overlap:
-            each += _PAIRS
+        if spec.overlap and spec.effort:
+            few = min(1.0, 2 * spec.pp / units)
+            each += few * (_PAIRED_VEE if made.placement == "vee" else _PAIRED)
         if spec.cap is not None:
             each, more = _CAPS * each, more + _CAP * spec.effort
         if spec.offload is not None:
             each += _OFFLOAD_AUTO if spec.offload.wanted == "auto" else _OFFLOAD
         return each * passes + more
-
-    def of_pairs(self, spec: ScheduleSpec) -> float:
-        """What a search for pairs takes beyond ``of_point``, where it is for the front alone: the
-        queue, which looks for the fastest, tries few of them whatever they take."""
-        return _PAIRED if spec.overlap else 0.0
 
 
 def full() -> float:
