@@ -280,7 +280,7 @@ class Record(ActivationSet):
             self._input = Block(self.key, storage)
         with contextlib.ExitStack() as stack:
             if self._strategy.recomputes:
-                residents, whole = self._selection.residents(), inside is Restore.RECOMPUTE
+                residents, whole = self.contents.selection.residents(), inside is Restore.RECOMPUTE
                 self._again = Recomputation(self.key, residents, linears, whole)
                 stack.enter_context(self._again.recording(slot))
             stack.enter_context(self.hooks())
@@ -294,7 +294,7 @@ class Record(ActivationSet):
         ring = self._memory.ring
         sends_input = self._strategy.input is Restore.OFFLOAD and self.used_bytes
         pieces = [slot[: self.used_bytes]] if sends_input else []
-        if not pieces and not self.blocks:
+        if not pieces and not self.contents.blocks:
             return
         self.ticket = self.engine.produced()
         self._memory.offload(self, pieces)

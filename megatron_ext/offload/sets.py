@@ -55,48 +55,27 @@ class Footprint:
         return Footprint(*map(max, astuple(self), astuple(other)))
 
 
-class ActivationSet:
-    """What one model chunk saves for one microbatch, or the experts of an MoE layer for one chunk.
-
-    Args:
-        key: its name.
-        engine: of its transfers.
-        selection: of tensors that may leave.
+class _Contents:
+    """What autograd saves for a set.
 
     Attributes:
-        ticket: of its transfers; None until F has ended.
         blocks: one a storage. Weak references, because autograd's graph owns the blocks.
-        in_copy: blocks that a copy reads or writes; the set owns them meanwhile.
-        offloaded: the blocks that were copied to the host.
-        stays: why there is no transfer (``NO_ROOM``, ``NOTHING``), or "".
-        several_streams: F saved tensors on more than one compute stream.
-        device_bytes: as of the last action; backward frees blocks in between.
+        several_streams: tensors were saved on more than one compute stream.
+        selection: of tensors that may leave.
     """
 
     def __init__(self, key: Hashable, engine: Engine, selection: Selection) -> None:
-        self.key, self.engine, self.state = key, engine, State.ON_DEVICE
-        self.ticket: Ticket | None = None
         self.blocks: list[weakref.ref[Block]] = []
-        self.in_copy: list[Block] = []
-        self.offloaded: list[weakref.ref[Block]] = []
-        self.buffers: list[torch.Tensor] = []
-        self.stays = ""
         self.several_streams = False
-        self.device_bytes = 0
-        self._selection = selection
+        self._key, self.selection = key, selection
         self._current_stream = engine.device.stream
         self._stream = self._current_stream()
         # By identity, not address: memory freed inside the pass may come back as another storage.
         self._by_storage: dict[int, weakref.ref[Block]] = {}
 
-    # --- autograd's side ---
-
-    def hooks(self) -> Any:
-        """A context in which autograd saves tensors for the set."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        selection = self._selection
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps in place of ``tensor``."""
+        selection = self.selection
         reason = selection.why_not(tensor)
         if reason is not None:
             selection.kept_bytes[reason] += tensor.numel() * tensor.element_size()
@@ -107,7 +86,7 @@ class ActivationSet:
         ref = self._by_storage.get(storage._cdata)
         block = ref() if ref is not None else None
         if block is None:
-            block = Block(self.key, storage)
+            block = Block(self._key, storage)
             self._by_storage[storage._cdata] = weakref.ref(block)
             self.blocks.append(weakref.ref(block))
         if selection.keep is not None and selection.keep(tensor):
@@ -115,6 +94,43 @@ class ActivationSet:
             # All of the storage: what another module saves of it cannot free it alone.
             block.stays = True
         return block, block.add(tensor)
+
+
+class ActivationSet:
+    """What one model chunk saves for one microbatch, or the experts of an MoE layer for one chunk.
+
+    Args:
+        key: its name.
+        engine: of its transfers.
+        selection: of tensors that may leave.
+
+    Attributes:
+        ticket: of its transfers; None until F has ended.
+        contents: what autograd saves for it.
+        in_copy: blocks that a copy reads or writes; the set owns them meanwhile.
+        offloaded: the blocks that were copied to the host.
+        stays: why there is no transfer (``NO_ROOM``, ``NOTHING``), or "".
+        device_bytes: as of the last action; backward frees blocks in between.
+    """
+
+    def __init__(self, key: Hashable, engine: Engine, selection: Selection) -> None:
+        self.key, self.engine, self.state = key, engine, State.ON_DEVICE
+        self.ticket: Ticket | None = None
+        self.contents = _Contents(key, engine, selection)
+        self.in_copy: list[Block] = []
+        self.offloaded: list[weakref.ref[Block]] = []
+        self.buffers: list[torch.Tensor] = []
+        self.stays = ""
+        self.device_bytes = 0
+
+    # --- autograd's side ---
+
+    def hooks(self) -> Any:
+        """A context in which autograd saves tensors for the set."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        return self.contents.pack(tensor)
 
     def _unpack(self, handle: Any) -> torch.Tensor:
         if isinstance(handle, Kept):
@@ -227,7 +243,7 @@ class ActivationSet:
 
     def alive(self) -> list[Block]:
         """Blocks that a graph still needs."""
-        return [block for ref in self.blocks if (block := ref()) is not None]
+        return [block for ref in self.contents.blocks if (block := ref()) is not None]
 
     def movable(self) -> list[Block]:
         """Blocks on the device that can be offloaded."""
@@ -236,7 +252,7 @@ class ActivationSet:
     def measure(self) -> int:
         """Bytes on the device now, also kept as ``device_bytes``."""
         total = sum(buffer.nbytes for buffer in self.buffers)
-        for ref in self.blocks:
+        for ref in self.contents.blocks:
             if (block := ref()) is not None and block.storage is not None:
                 total += block.storage.nbytes()
         self.device_bytes = total

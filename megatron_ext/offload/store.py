@@ -104,7 +104,7 @@ class ActivationStore:
         del storages
         assert record.ticket is not None
         memory.reverse()
-        self.engine.release(record.ticket, memory, record.several_streams)
+        self.engine.release(record.ticket, memory, record.contents.several_streams)
         self._count(record)
 
     def prepare(self, key: Hashable) -> None:
