@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from .generators import GENERATORS, NAMES, check_sizes
+from .generators.blocks import PERIODIC
 from .generators.lengths import arrangements
 from .jitter import jitter
 from .memory_cap import Cap, ShareCap, cap_sets, number_text
@@ -24,7 +25,8 @@ ONE_CHUNK: tuple[str, ...] = tuple(
     if made.placement == "loop" and made.default_chunks == 1 and not made.any_chunks
 )
 ANY_CHUNKS: tuple[str, ...] = tuple(name for name, made in GENERATORS.items() if made.any_chunks)
-IN_PAIRS = ("dualpipev",)
+# Schedules without a block: of dualpipev, whose passes run in pairs; they have no slices.
+IN_PAIRS = tuple(n for n in GENERATORS if n not in PERIODIC and not GENERATORS[n].takes_memory_cap)
 
 
 def suiting(chunks: int | None, vee: bool, equal: bool = True) -> tuple[str, ...]:

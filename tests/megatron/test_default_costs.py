@@ -212,10 +212,11 @@ def test_a_librarys_order_is_for_its_first_ranks_device_and_sizes(
 ) -> None:
     own = torch.nn.Linear(1, 1)
     own.config = SimpleNamespace(variable_seq_lengths=False)  # type: ignore[assignment]
-    ranks = [(H100, 4096, 2, [3], [False]), *[(A100, 512, 1, [4], [False])] * 2]
-    ranks.append((A100, 512, 1, [5], [True]))
+    layers = [([3], [False]), *[([4], [False])] * 2, ([5], [True])]
+    sizes = [(H100, (4096, 2)), *[(A100, (512, 1))] * 3]
     on(A100)
-    monkeypatch.setattr(module, "gather", lambda mine, group: ranks)
+    monkeypatch.setattr(module, "gather", lambda mine, group: layers)
+    monkeypatch.setattr(module, "gather_over", lambda mine, groups: sizes)
     monkeypatch.setattr(module, "placed_models", lambda: torch.nn.Linear)
     run = run_of("zb-h1", rank=3)
     run.models = [own]
