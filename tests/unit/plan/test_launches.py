@@ -16,6 +16,13 @@ MODEL = "--num-layers 1 --hidden-size 8192 --num-attention-heads 64 --seq-length
 LAYER = Split((0, 1, 0))
 
 
+def test_some_published_runs_have_the_pages_rows(repo_root):
+    page = (repo_root / "benchmarks" / "published-runs.md").read_text("utf-8").splitlines()
+    rows = [" | ".join(published_runs.cells(one)) for one in published_runs.runs(every=9)]
+    assert len(rows) == 6 and all(f"| {row} |" in page for row in rows)
+
+
+@pytest.mark.matrix
 def test_published_runs_are_what_the_page_says(repo_root):
     """Predictions of whole runs: dense ones are near, others as far as plan prints."""
     found = published_runs.runs()
