@@ -259,6 +259,14 @@ def test_one_model_under_one_schedule_after_the_other(results: Cases) -> None:
         assert set(again.values()) == {again["stock"]}
 
 
+def test_a_model_may_be_wrapped_after_its_first_call_and_again(results: Cases) -> None:
+    """By a function that replaces nothing while the model is wrapped."""
+    for rank in results["users-weights"]:
+        late = rank["wrapped late"]
+        assert late["evaluated before"] == late["again"] == late["stock"]
+        assert "call megatron_ext.enable() before the model is wrapped" in late["overlapped"]
+
+
 def test_data_parallelism_of_pytorch_is_refused(results: Cases) -> None:
     for rank in results["users-weights"]:
         refused = rank["refused"]
