@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "late": {"main": "late"},
     "beside": {"main": "beside"},
     "replicas": {"main": "replicas", "world": 4},
+    "unlike": {"main": "unlike", "world": 4},
 }
 
 
@@ -447,6 +448,18 @@ def replicas(case: dict[str, Any]) -> Any:
             megatron_ext.disable()
             parallel_state.destroy_model_parallel()
     return {"seen": seen, "returned": returned, "log": log.getvalue()}
+
+
+def unlike(case: dict[str, Any]) -> Any:
+    """What two pipelines say that exchange tokens, where one has another option."""
+    megatron_ext.enable("zb-h1", moe_pipeline_chunks=1 + dist.get_rank() % 2)
+    gpt_cases.initialize(2, 1, expert_model_parallel_size=2)
+    models = build(config={**EXPERTS, "expert_model_parallel_size": 2})
+    try:
+        step(models)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def connect(case: dict[str, Any], store: str) -> None:
