@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _leave() -> NoReturn:
     """End a finished CPU run without interpreter shutdown; threads of the script (not daemons) end
-    first, as ever, exit handlers run, buffers are written.
+    first, as usual, exit handlers run, buffers are written.
 
     gloo's threads may still run while the interpreter and torch's static objects are destroyed,
     which has aborted ranks (``terminate called``) after a training run had succeeded.

@@ -194,6 +194,7 @@ def test_all_symbols_come_back(results: Cases) -> None:
         ("two_chunks", "schedule zb-h1 needs 1 model chunk a rank"),
         ("no_chunks", "schedule interleaved-zb needs 2 or more model chunks"),
         ("built_before", "call megatron_ext.enable() before"),
+        ("built_for_a_v", "schedule interleaved needs stages in Megatron's own order"),
         ("embedding_group", "call megatron_ext.enable() before initialize_model_parallel()"),
         ("wrapped_before", "call megatron_ext.enable() before the model is wrapped"),
         ("drop_in_overlap", "call megatron_ext.enable() before the model is wrapped"),
