@@ -61,7 +61,7 @@ def test_every_wait_is_over_the_ranks_of_the_call_and_watched(results: Cases) ->
 
 def test_deleted_models_are_collected(results: Cases) -> None:
     for rank in results["models"]:
-        assert len(rank) == 3 and set(rank.values()) == {0}
+        assert len(rank) == 4 and set(rank.values()) == {0}
 
 
 def test_destroyed_groups_are_collected_and_their_communicators_shut_down(results: Cases) -> None:

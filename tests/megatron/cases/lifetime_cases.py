@@ -348,7 +348,21 @@ def models(case: dict[str, Any]) -> Any:
         found[f"{schedule} {options}"] = sum(ref() is not None for ref in alive)
         megatron_ext.disable()
         parallel_state.destroy_model_parallel()
-    return found
+    return {**found, **wrapper()}
+
+
+def wrapper() -> dict[str, int]:
+    """Whether the wrapper is alive that a model, which still is, was trained in."""
+    megatron_ext.enable("zb-h1")
+    initialize()
+    (model,) = build()
+    step([model])
+    bare, former = model.module, weakref.ref(model)
+    del model
+    gc.collect()
+    megatron_ext.disable()
+    parallel_state.destroy_model_parallel()
+    return {f"wrapper of a {type(bare).__name__}": int(former() is not None)}
 
 
 def ends(case: dict[str, Any]) -> Any:
