@@ -72,11 +72,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _leave() -> NoReturn:
-    """End a finished CPU run without interpreter shutdown; exit handlers run, buffers are written.
+    """End a finished CPU run without interpreter shutdown; threads of the script (not daemons) end
+    first, as usual, exit handlers run, buffers are written.
 
     gloo's threads may still run while the interpreter and torch's static objects are destroyed,
     which has aborted ranks (``terminate called``) after a training run had succeeded.
     """
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

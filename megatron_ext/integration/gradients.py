@@ -17,6 +17,7 @@ from .targets import DDP_HOOK_MAKER
 
 DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: a reference to Megatron's hook
 _LATE = "_megatron_ext_grad_hooks"  # attribute of the model: those made after it was wrapped
+_OWNER = "_megatron_ext_wrapper"  # attribute of a hook: the model that it is of
 _ADDED = "_megatron_ext_added_to_main_grad"
 
 
@@ -36,7 +37,9 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
         make = getattr(model, "_make_backward_post_hook", None)
         if make is None:
             continue
-        late = [p for p in model.parameters() if p.requires_grad and _megatrons_hook(p) is None]
+        hook_of = {p: _megatrons_hook(p) for p in model.parameters() if p.requires_grad}
+        # Of a former wrapper it would reduce in that one's buffers.
+        late = [p for p, hook in hook_of.items() if getattr(hook, _OWNER, None) is not model]
         if not late:
             continue
         if model.ddp_config.overlap_grad_reduce or any(
@@ -50,6 +53,7 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
             )
         for parameter in late:
             hook = make(parameter)
+            setattr(hook, _OWNER, model)
             vars(model).setdefault(_LATE, []).append(hook)
             setattr(parameter, DDP_HOOK, weakref.ref(hook))
 
@@ -98,6 +102,7 @@ def _deferring_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _make_backward_post_hook(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
         hook = original(self, param)
+        setattr(hook, _OWNER, self)
         setattr(param, DDP_HOOK, weakref.ref(hook))
 
         @known

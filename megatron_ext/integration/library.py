@@ -144,6 +144,7 @@ class Library(EntryPoint):
         every = {**self._shared, **own}
         assert run.request is not None and run.pipeline is not None
         run.pipeline.callbacks = tuple(part for f in features for part in every[f])
+        run.models = ()  # their wrappers may go before the model
         callbacks = [part for parts in own.values() for part in parts]
         of_model = _OfModel(self, run.pipeline, callbacks, models[0])
         self._models.add(of_model)

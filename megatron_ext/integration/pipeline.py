@@ -350,11 +350,12 @@ def finalize(
     if function is None:
         return False
     accepted = inspect.signature(function).parameters
+    every = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
     kwargs = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
     function(
         iteration.models,
         tokens if iteration.config.calculate_per_token_loss else None,
-        **{k: v for k, v in kwargs.items() if k in accepted},
+        **{k: v for k, v in kwargs.items() if every or k in accepted},
     )
     return True
 

@@ -38,7 +38,8 @@ class Reductions:
         sync: Any = self._config.grad_sync_func
         if isinstance(sync, list):
             sync = sync[chunk]
-        if sync is None and len(self._models) > 1:
+        # Without a function that holds them back a trainer does so itself, or wants none reduced.
+        if sync is None and len(self._models) > 1 and self._config.no_sync_func is not None:
             # In which order parameters of several chunks get their gradients depends on the plan.
             model = self._models[chunk]
             if getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):

@@ -194,6 +194,7 @@ def test_all_symbols_come_back(results: Cases) -> None:
         ("two_chunks", "schedule zb-h1 needs 1 model chunk a rank"),
         ("no_chunks", "schedule interleaved-zb needs 2 or more model chunks"),
         ("built_before", "call megatron_ext.enable() before"),
+        ("built_for_a_v", "schedule interleaved needs stages in Megatron's own order"),
         ("embedding_group", "call megatron_ext.enable() before initialize_model_parallel()"),
         ("wrapped_before", "call megatron_ext.enable() before the model is wrapped"),
         ("drop_in_overlap", "call megatron_ext.enable() before the model is wrapped"),
@@ -257,6 +258,14 @@ def test_one_model_under_one_schedule_after_the_other(results: Cases) -> None:
         again = rank["again"]
         assert set(again) == {"stock", "zb-h1", "disabled", "zb-h2 again", "zb-h1 again"}
         assert set(again.values()) == {again["stock"]}
+
+
+def test_a_model_may_be_wrapped_after_its_first_call_and_again(results: Cases) -> None:
+    """By a function that replaces nothing while the model is wrapped."""
+    for rank in results["users-weights"]:
+        late = rank["wrapped late"]
+        assert late["evaluated before"] == late["again"] == late["stock"]
+        assert "call megatron_ext.enable() before the model is wrapped" in late["overlapped"]
 
 
 def test_data_parallelism_of_pytorch_is_refused(results: Cases) -> None:

@@ -47,6 +47,28 @@ def test_gradients_have_the_type_that_the_weight_asks_for(weight: Any) -> None:
     assert narrow.grad.dtype is torch.float32 and (narrow.grad == 2 + 2**-6).all()
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_what_finishes_gradients_gets_the_groups_of_the_call(named: bool) -> None:
+    """By name, or with all other arguments, as a trainer's own function may take them."""
+    from megatron_ext.integration.pipeline import finalize
+
+    seen: list[Any] = []
+
+    def by_name(models: Any, tokens: Any, pg_collection: Any = None) -> None:
+        seen.append(pg_collection)
+
+    def with_all(*args: Any, **more: Any) -> None:
+        seen.extend(more.values())
+
+    function = by_name if named else with_all
+    config = types.SimpleNamespace(
+        finalize_model_grads_func=function, calculate_per_token_loss=False
+    )
+    iteration: Any = types.SimpleNamespace(config=config, models=[])
+    assert finalize(iteration, None, "groups", True)
+    assert seen == (["groups"] if named else ["groups", True])
+
+
 def test_which_hooks_are_the_users(weight: Any) -> None:
     """Not Megatron's, wrapped by us or not; a hook counts from when it is put there until it is
     removed."""

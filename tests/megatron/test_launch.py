@@ -78,3 +78,22 @@ def test_unsupported_megatron(tmp_path: Path) -> None:
     assert "megatron-core 0.12.3 is not supported" in done.stdout
     assert "supports 0.16.0rc0 to 0." in done.stdout
     assert "TRAINS" not in done.stdout
+
+
+def test_a_run_on_cpus_ends_with_its_scripts_threads(tmp_path: Path) -> None:
+    """As a process that Python ends: one that is writing, and tasks that wait for a worker."""
+    program = tmp_path / "script.py"
+    program.write_text(
+        "import threading, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "def write(text):\n"
+        "    time.sleep(0.5)\n"
+        "    print(text, flush=True)\n"
+        "threading.Thread(target=write, args=('A THREAD',)).start()\n"
+        "pool = ThreadPoolExecutor(1)\n"
+        "for number in range(3):\n"
+        "    pool.submit(write, f'TASK {number}')\n"
+    )
+    done = run([sys.executable, "-m", "megatron_ext.launch", "--device", "cpu", str(program)])
+    assert done.returncode == 0, done.stdout
+    assert {"A THREAD", "TASK 0", "TASK 1", "TASK 2"} <= {*done.stdout.splitlines()}

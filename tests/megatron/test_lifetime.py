@@ -46,6 +46,11 @@ def test_replicas_with_other_counts_do_not_wait_for_each_other(results: Cases) -
         }
 
 
+def test_pipelines_that_exchange_tokens_have_the_same_options(results: Cases) -> None:
+    said = "ranks 1, 3 run with moe_pipeline_chunks 2, but 2 of 4 ranks with 1"
+    assert all(text.startswith(said) for text in results["unlike"])
+
+
 def test_every_wait_is_over_the_ranks_of_the_call_and_watched(results: Cases) -> None:
     for rank in results["replicas"]:
         seen = rank["seen"]
@@ -56,7 +61,7 @@ def test_every_wait_is_over_the_ranks_of_the_call_and_watched(results: Cases) ->
 
 def test_deleted_models_are_collected(results: Cases) -> None:
     for rank in results["models"]:
-        assert len(rank) == 3 and set(rank.values()) == {0}
+        assert len(rank) == 4 and set(rank.values()) == {0}
 
 
 def test_destroyed_groups_are_collected_and_their_communicators_shut_down(results: Cases) -> None:

@@ -62,6 +62,16 @@ def test_later_stages_go_first_whichever_chunk_is_done_first(
         assert started == order
 
 
+def test_a_trainer_may_hold_reductions_back_itself() -> None:
+    """Over several calls that add to the same gradients: the first would be reduced again."""
+    runner, started = runner_of(Placement.vee(2), 0, explicit=False)
+    runner._it.config.no_sync_func = None
+    assert runner.syncing(0, last=True) != "no sync"
+    for chunk in (1, 0):
+        runner.chunk_done(chunk)
+    assert started == []
+
+
 def test_hooks_of_parameters_start_them_elsewhere() -> None:
     for placement, overlap in ((Placement.loop(2, 1), True), (Placement.vee(2), False)):
         runner, started = runner_of(placement, 0, explicit=False, overlap=overlap)

@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..feature import Feature, Run
 from ..hooks import hooked
 from ..targets import INITIALIZE
-from ..utils import device_name, gather, most_microbatches
+from ..utils import device_name, gather_over, most_microbatches
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
 WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
@@ -92,7 +92,8 @@ class Consistency(Feature):
         from ..flags import given
 
         mine = facts(given(run.args, compared=True), None, run.version)
-        problem = difference(gather(mine, run.group))
+        every = gather_over((dist.get_rank(), mine), run.groups)
+        problem = difference([held for _, held in every], [rank for rank, _ in every])
         if problem:
             raise ConfigError(problem)
 
@@ -100,7 +101,7 @@ class Consistency(Feature):
         from ..flags import given
 
         if run.library or set(given(run.args).values()) <= {"off"}:
-            return ()  # a library's models are compared one by one, over their pipelines
+            return ()  # a library's models are compared one by one, over the ranks of their calls
         self._run = run
         if dist.is_initialized():
             agree(run)
@@ -192,11 +193,12 @@ def _judge(store: Any, world: int, seconds: float) -> tuple[str, list[int]]:
     return difference(every), list(range(world))
 
 
-def difference(every: Sequence[Mapping[str, str]]) -> str:
+def difference(every: Sequence[Mapping[str, str]], ranks: Sequence[int] = ()) -> str:
     """What is not the same on all ranks, as one sentence; empty if there is nothing.
 
     Args:
         every: the facts of each rank.
+        ranks: which they are; empty: all of the job.
     """
     names = list(dict.fromkeys(name for held in every for name in held))
     found = []
@@ -204,16 +206,16 @@ def difference(every: Sequence[Mapping[str, str]]) -> str:
         values = [held.get(name, "not given") for held in every]
         # Of equally many, what the lowest rank has.
         usual, count = Counter(values).most_common(1)[0]
-        odd = [rank for rank, value in enumerate(values) if value != usual]
+        odd = [at for at, value in enumerate(values) if value != usual]
         if odd:
             found.append((name, values, usual, count, odd))
     if not found:
         return ""
     name, values, usual, count, odd = found[0]
-    same = [rank for rank in odd if values[rank] == values[odd[0]]]
+    same = [ranks[at] if ranks else at for at in odd if values[at] == values[odd[0]]]
     more = [other[0] for other in found[1:]]
     return (
-        f"{_ranks(same)} {'runs' if len(same) == 1 else 'run'} with {name} {values[same[0]]}, but "
+        f"{_ranks(same)} {'runs' if len(same) == 1 else 'run'} with {name} {values[odd[0]]}, but "
         f"{count} of {len(every)} ranks with {usual}"
         + (f" (they differ in {', '.join(more)} too)" if more else "")
         + f"; {_FIX}"

@@ -423,6 +423,7 @@ def refusals_of_models(case: dict[str, Any]) -> dict[str, Any]:
         model_case: dict[str, Any] | None = None,
         settings: dict[str, Any] | None = None,
         door: str = "enable",
+        then: str | None = None,
         **kwargs: Any,
     ) -> str:
         one = {"pp": 2, "chunks": chunks, "lengths": True, **(model_case or {})}
@@ -438,6 +439,9 @@ def refusals_of_models(case: dict[str, Any]) -> dict[str, Any]:
             config = gpt_cases.config_of(one)
             vars(config).update(settings or {})
             models, _ = gpt_cases.build(one, config)
+            if then is not None:
+                megatron_ext.disable()
+                megatron_ext.enable(then)
             if not enabled_first:
                 opened = getattr(megatron_ext, door)(schedule)
             step = opened if door == "forward_backward_func" else get_forward_backward_func()
@@ -460,6 +464,7 @@ def refusals_of_models(case: dict[str, Any]) -> dict[str, Any]:
     out["two_chunks"] = call("zb-h1", 2)
     out["no_chunks"] = call("interleaved-zb")
     out["built_before"] = call("v-half", 2, enabled_first=False, initialized_first=True)
+    out["built_for_a_v"] = call("v-half", 2, then="interleaved")
     out["embedding_group"] = call("v-half", 2, initialized_first=True)
     out["wrapped_before"] = call(
         "zb-h1", enabled_first=False, model_case={"overlap": True}, initialized_first=True

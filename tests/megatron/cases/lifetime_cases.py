@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "late": {"main": "late"},
     "beside": {"main": "beside"},
     "replicas": {"main": "replicas", "world": 4},
+    "unlike": {"main": "unlike", "world": 4},
 }
 
 
@@ -347,7 +348,21 @@ def models(case: dict[str, Any]) -> Any:
         found[f"{schedule} {options}"] = sum(ref() is not None for ref in alive)
         megatron_ext.disable()
         parallel_state.destroy_model_parallel()
-    return found
+    return {**found, **wrapper()}
+
+
+def wrapper() -> dict[str, int]:
+    """Whether the wrapper is alive that a model, which still is, was trained in."""
+    megatron_ext.enable("zb-h1")
+    initialize()
+    (model,) = build()
+    step([model])
+    bare, former = model.module, weakref.ref(model)
+    del model
+    gc.collect()
+    megatron_ext.disable()
+    parallel_state.destroy_model_parallel()
+    return {f"wrapper of a {type(bare).__name__}": int(former() is not None)}
 
 
 def ends(case: dict[str, Any]) -> Any:
@@ -447,6 +462,18 @@ def replicas(case: dict[str, Any]) -> Any:
             megatron_ext.disable()
             parallel_state.destroy_model_parallel()
     return {"seen": seen, "returned": returned, "log": log.getvalue()}
+
+
+def unlike(case: dict[str, Any]) -> Any:
+    """What two pipelines say that exchange tokens, where one has another option."""
+    megatron_ext.enable("zb-h1", moe_pipeline_chunks=1 + dist.get_rank() % 2)
+    gpt_cases.initialize(2, 1, expert_model_parallel_size=2)
+    models = build(config={**EXPERTS, "expert_model_parallel_size": 2})
+    try:
+        step(models)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def connect(case: dict[str, Any], store: str) -> None:

@@ -30,16 +30,16 @@ _MICROBATCHES = 4
 _PP = {"pp": 2}
 
 
-def step(models: list[Any]) -> None:
-    """One call, always of the same data."""
-    get_forward_backward_func()(
+def step(models: list[Any], run: Any = None, forward_only: bool = False) -> None:
+    """One call, always of the same data; of ``run`` or Megatron's function."""
+    (run or get_forward_backward_func())(
         forward_step_func=gpt_cases.forward_step,
         data_iterator=gpt_cases.batches(_MICROBATCHES, False),
         model=models[0],
         num_microbatches=_MICROBATCHES,
         seq_length=gpt_cases.SEQUENCE,
         micro_batch_size=gpt_cases.BATCH,
-        forward_only=False,
+        forward_only=forward_only,
     )
 
 
@@ -88,11 +88,12 @@ class Users:
         self.seen.setdefault(name, []).append(found)
 
 
-def wrapped(overlap: bool) -> Any:
+def wrapped(overlap: bool, config: Any = None, bare: Any = None) -> Any:
     """A model under Megatron's data parallelism, with the distributed optimizer's reduction."""
-    case = {**_PP, "config": {}}
-    config = gpt_cases.config_of(case)
-    (bare,) = gpt_cases.bare_chunks(case, config)
+    if bare is None:
+        case = {**_PP, "config": {}}
+        config = gpt_cases.config_of(case)
+        (bare,) = gpt_cases.bare_chunks(case, config)
     settings = DistributedDataParallelConfig(
         overlap_grad_reduce=overlap, use_distributed_optimizer=True, bucket_size=4000
     )
@@ -103,11 +104,11 @@ def wrapped(overlap: bool) -> Any:
     return model
 
 
-def trained(model: Any) -> str:
+def trained(model: Any, run: Any = None) -> str:
     """The gradients of two steps; that of the second could show what the first has left."""
     for _ in range(2):
         model.zero_grad_buffer()
-        step([model])
+        step([model], run)
     found = b"".join(to_bytes(p.main_grad) for p in model.parameters())
     return hashlib.sha256(found).hexdigest()
 
@@ -125,6 +126,24 @@ def enabled_again() -> dict[str, str]:
         found[f"{name} again"] = trained(model)
         megatron_ext.disable()
     return found
+
+
+def wrapped_late() -> dict[str, str]:
+    """Gradients of a model that a function of a loop's own has seen before it was wrapped, and of
+    one that is wrapped once more, without and with overlapped reductions."""
+    run = megatron_ext.forward_backward_func("zb-h1")
+    case = {**_PP, "config": {}}
+    config = gpt_cases.config_of(case)
+    (bare,) = gpt_cases.bare_chunks(case, config)
+    with torch.no_grad():
+        step([bare], run, forward_only=True)
+    kept = [wrapped(overlap=False, config=config, bare=bare)]
+    texts = {"stock": trained(wrapped(overlap=False)), "evaluated before": trained(kept[0], run)}
+    kept.append(wrapped(overlap=False, config=config, bare=bare))
+    texts["again"] = trained(kept[1], run)
+    kept.append(wrapped(overlap=True, config=config, bare=bare))
+    texts["overlapped"] = _error_of(lambda: trained(kept[2], run))
+    return texts
 
 
 def refused() -> dict[str, str]:
@@ -165,4 +184,5 @@ def users_weights(case: dict[str, Any]) -> dict[str, Any]:
         megatron_ext.enable(**options)
         found[name] = Users(case["config"]).run()
         megatron_ext.disable()
-    return {**found, "log": log.getvalue(), "again": enabled_again(), "refused": refused()}
+    found |= {"again": enabled_again(), "wrapped late": wrapped_late(), "refused": refused()}
+    return {**found, "log": log.getvalue()}

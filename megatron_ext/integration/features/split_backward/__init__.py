@@ -38,15 +38,12 @@ class SplitBackward(Feature):
         report: of this rank's chunks; None before the first iteration.
     """
 
-    def check(self, run: Run) -> None:
-        if run.library and run.request is not None and run.request.splits_backward:
-            require_gradient_hooks(run.models)
-
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.request.splits_backward:
             return ()
         assert run.store is not None
         self._store: WeightGradStore = run.store
+        self._library = run.library
         self._attached: weakref.WeakSet[wgrad_te.SplitStore] = weakref.WeakSet()
         self._prepared = LastModels()
         self._plan: Schedule | None = None
@@ -86,6 +83,8 @@ class SplitBackward(Feature):
         models = step.call.iteration.models
         if self._prepared.are(models):
             return
+        if self._library:  # which may wrap a model when it has been evaluated, or again
+            require_gradient_hooks(models)
         self._prepared.set(models)
         self._said = set()
         for model in models:

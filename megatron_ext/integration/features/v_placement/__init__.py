@@ -55,6 +55,11 @@ PLACED = Rule(
     "this {model} was built in Megatron's own order of stages",
     "call megatron_ext.enable() before the model is built",
 )
+ELSEWHERE = Rule(
+    "--pp-schedule {schedule} needs stages in Megatron's own order",
+    "this {model} was built with stages that are placed as a V",
+    "build it again, or use a V schedule",
+)
 EQUAL = Rule(
     "--pp-schedule {schedule} needs equal copies of the tied word embeddings, which it has on one "
     "rank",
@@ -72,11 +77,17 @@ class VPlacement(Roles, Feature):
     """On for schedules with V placement. It brings what rank 0 computes to where Megatron expects
     it."""
 
-    rules = (EVEN, TWO_CHUNKS, PLACED, EQUAL, ONE_RANK, OF_VEE)
+    rules = (EVEN, TWO_CHUNKS, PLACED, ELSEWHERE, EQUAL, ONE_RANK, OF_VEE)
 
     def check(self, run: Run) -> None:
-        if run.library and run.request is not None and run.request.vee:
-            require_embedding_ranks(run.request.name)
+        if not run.library or run.request is None:
+            return
+        name, chunks = run.request.name, [unwrapped(model) for model in run.models]
+        if run.request.vee:
+            require_embedding_ranks(name)
+        for chunk in () if run.request.vee else chunks:
+            kept, kind = not hasattr(chunk, _PLACED), type(chunk).__name__
+            ELSEWHERE.require(kept, schedule=name, model=kind)
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.request.vee:
