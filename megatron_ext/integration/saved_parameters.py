@@ -50,12 +50,13 @@ def named_as(original: Any, replacement: Any) -> Any:
 
 def parameter_of(tensor: torch.Tensor) -> torch.Tensor:
     """The parameter that a saved ``tensor`` is: saved-tensor hooks give another one in its place,
-    which has the same gradient accumulator; anything else as it is."""
+    which has the same gradient accumulator; anything else as it is, such as a stage's input, which
+    has that too but no memory any more."""
     if isinstance(tensor, torch.nn.Parameter) or not (tensor.is_leaf and tensor.requires_grad):
         return tensor
     node: Any = torch.autograd.graph.get_gradient_edge(tensor).node
     found: torch.Tensor = node.variable
-    return found
+    return found if isinstance(found, torch.nn.Parameter) else tensor
 
 
 class ReadOnce:

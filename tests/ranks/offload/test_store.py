@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.integration.saved_parameters import parameter_of
-from megatron_ext.offload.blocks import form_of
+from megatron_ext.offload.blocks import form_of, release_storage
 
 from .store_trips import (
     HIDDEN,
@@ -207,6 +207,21 @@ def test_a_saved_parameter_can_be_recognised(make_engine):
     y.sum().backward()
     assert seen[0] is weight
     assert torch.equal(seen[1], x * 2)
+    store.finish(KEY)
+
+
+def test_a_stages_input_is_no_parameter(make_engine):
+    """Saved by the chunk's first layer, whose weight gradient needs its values from the set."""
+    weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+    store, seen = make_store(make_engine, weight), []
+    x = tensor(ROWS, HIDDEN)
+    with store.saving(KEY):
+        y = SavesWeight.apply(x, weight, store, seen)
+    release_storage(x)
+    trip(store)
+    y.sum().backward()
+    assert seen[0] is weight
+    assert torch.equal(seen[1], tensor(ROWS, HIDDEN))
     store.finish(KEY)
 
 
