@@ -21,8 +21,14 @@ _KEEPS = "_megatron_ext_keeps_parameters"  # attribute of functions that see par
 def hooks() -> tuple[Hook, ...]:
     """For the functions of Megatron, and of Transformer Engine where it is loaded."""
     why = "weight gradients would be lost where activations are offloaded"
+    return Hook(LINEAR, with_parameters, why), *transformer_engine_hooks()
+
+
+def transformer_engine_hooks() -> tuple[Hook, ...]:
+    """Also for layers that are called several times for a microbatch."""
+    why = "weight gradients of a step's first microbatch would be lost"
     loaded = [target for target in TE_FUNCTIONS if target.loaded and target.exists]
-    return tuple(Hook(target, with_parameters, why) for target in (LINEAR, *loaded))
+    return tuple(Hook(target, with_parameters, why) for target in loaded)
 
 
 def with_parameters(original: Any) -> Any:
@@ -36,9 +42,19 @@ def with_parameters(original: Any) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
+            _add_in_every_call(ctx)
             return original.backward(ReadOnce(ctx), *grads)
 
     return named_as(original, WithParameters)
+
+
+def _add_in_every_call(ctx: Any) -> None:
+    """Transformer Engine's first call of a step overwrites ``main_grad``, which is zero there. Of
+    chunks of tokens and slices that call is the last in backward: it would lose the others."""
+    holders: tuple[Any, ...] = ctx, getattr(ctx, "backward_objects", None)  # of newer versions
+    for holder in holders:
+        if getattr(holder, "is_first_microbatch", None):
+            holder.is_first_microbatch = False
 
 
 def named_as(original: Any, replacement: Any) -> Any:

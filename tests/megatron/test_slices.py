@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.integration import ConfigError
+from megatron_ext.integration import ConfigError, saved_parameters
 from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.moe.flags import of_whole
 from megatron_ext.integration.features.post_validation.rewind import Replay
@@ -431,3 +431,12 @@ def test_slices_in_flight_are_parts_of_microbatches() -> None:
     sliced = generate("1f1b", 2, 4, costs=cut.costs(Costs(), 4), slices=4, effort=0)
     most = -(-5 * max(cut.lengths) // 16)
     assert of_whole([5, 1], sliced) == [most, 1] and most < 5
+
+
+def test_no_slice_is_lost_where_the_first_call_overwrites(monkeypatch: Any) -> None:
+    """Of Transformer Engine's layers; in backward the first slice is the last."""
+    target = SimpleNamespace(loaded=True, exists=True)
+    monkeypatch.setattr(saved_parameters, "TE_FUNCTIONS", (target,))
+    slices = started(Slices, args=arguments(pp_slices=2, pp_slice_cut="even"))
+    (hook,) = [one for one in slices.hooks() if one.target is target]
+    assert hook.make is saved_parameters.with_parameters

@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import os
 import queue
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,10 @@ def test_functions_that_save_weights_are_known(source: dict[str, ast.Module]) ->
         # Called by its global name, so that rebinding it is enough.
         calls = ast.dump(source[short])
         assert f"Attribute(value=Name(id='{name}', ctx=Load()), attr='apply'" in calls
+    asks = re.compile(r"(ctx|bwd_args)\.is_first_microbatch(?! =)")  # in backward it is changed
+    lines = [line for tree in source.values() for line in ast.unparse(tree).splitlines()]
+    asking = [line for line in lines if asks.search(line)]
+    assert asking and all("accumulate_" in s or s.endswith("is not None:") for s in asking)
 
 
 def _class(tree: ast.Module, name: str) -> ast.ClassDef:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ...hooks import bound, hooked
+from ...hooks import Hook, bound, declared, hooked
+from ...saved_parameters import transformer_engine_hooks
 from ...targets import GPT_FORWARD
 from . import documents, rules
 from .carry import Attention
@@ -21,6 +22,9 @@ _CUT = ("input_ids", "position_ids", "labels", "loss_mask")
 
 class SlicedModel(Routers, Prediction, Attention, Documents):
     """All hooks of a run in slices."""
+
+    def hooks(self) -> Sequence[Hook]:
+        return (*declared(self), *transformer_engine_hooks())
 
     @hooked(GPT_FORWARD, "whole sequences would run in place of slices")
     def _forward(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
