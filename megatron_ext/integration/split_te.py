@@ -89,13 +89,17 @@ class SplitStore:
     def __init__(self, module: torch.nn.Module, store: WeightGradStore) -> None:
         self.original = module.wgrad_store
         self._module, self._store = module, store
-        # Frozen ones too, which may be trained later, and trained ones may be frozen.
-        self._weights, self._biases = _named(module, _WEIGHT), _named(module, _BIAS)
+        self.name_parameters()
         self._backward_dw = _own_backward_dw(module)
         # Some versions look in here before they pop.
         self.context: queue.Queue[Any] = queue.Queue()
         self._in_weight_pass = False
         self._no_bias_gradient: dict[int, torch.Tensor] = {}
+
+    def name_parameters(self) -> None:
+        """Know the module's weights and biases, of which others may have taken the place."""
+        # Frozen ones too, which may be trained later, and trained ones may be frozen.
+        self._weights, self._biases = (_named(self._module, one) for one in (_WEIGHT, _BIAS))
 
     def detach(self) -> None:
         """Give the module its own store back."""
@@ -212,7 +216,9 @@ def attach(chunk: torch.nn.Module, store: WeightGradStore) -> list[SplitStore]:
     """
     attached = []
     for module in splittable(chunk):
-        if not isinstance(module.wgrad_store, SplitStore):
+        if isinstance(module.wgrad_store, SplitStore):
+            module.wgrad_store.name_parameters()
+        else:
             module.wgrad_store = ours = SplitStore(module, store)  # type: ignore[assignment]
             attached.append(ours)
     return attached

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,3 +223,23 @@ def test_tied_copies_without_data_parallelism(monkeypatch: pytest.MonkeyPatch) -
         one.grad = buffer
     vee.reduce_tied_gradients(chunks)
     assert all((buffer == 3).all() for buffer in buffers)
+
+
+def test_a_module_is_known_by_the_weights_that_it_has_now() -> None:
+    """Of one that postpones already, where others have taken their place."""
+    import torch
+
+    from megatron_ext.integration.split_te import attach
+    from megatron_ext.runtime.wgrad import WeightGradStore
+
+    class Linear(torch.nn.Linear):
+        fuse_wgrad_accumulation = use_bias = False
+        wgrad_store: Any = SimpleNamespace(delay_wgrad_compute=bool, put=print, pop=print)
+
+        def backward_dw(self) -> None: ...
+
+    module = Linear(2, 2, bias=False)
+    (ours,) = attach(module, WeightGradStore())
+    module.load_state_dict(Linear(2, 2, bias=False).state_dict(), assign=True)
+    assert attach(module, WeightGradStore()) == []
+    assert ours._weights[0] is module.weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
 from megatron_ext.integration.saved_parameters import with_parameters
 from megatron_ext.moe.buffers import Memory
 from megatron_ext.moe.passes import Backward, Forward
@@ -420,3 +422,19 @@ def test_first_calls_that_overwrite_lose_no_chunk(make: Callable[..., Region]) -
             found[strategy, chunks] = experts.weight.main_grad
     for name, main in found.items():
         torch.testing.assert_close(main, found["none", 1], rtol=1e-4, atol=1e-4, msg=str(name))
+
+
+def test_parameters_that_take_the_place_of_others_are_trained(group: Any) -> None:
+    """As ``load_state_dict(assign=True)`` or adapters put them there after a first call."""
+    layer = torch.nn.Module()
+    layer.experts = Experts()
+    layer.config = SimpleNamespace(moe_token_dispatcher_type="alltoall", num_moe_experts=EXPERTS)
+    layer.token_dispatcher = SimpleNamespace(ep_group=group, tp_ep_group=group, tp_size=1)
+    layers, device = PipelinedMoE(FixedPolicy(LayerPlan.of(2))), torch.device("cpu")
+    first = layers._region(layer, device)
+    assert layers._region(layer, device) is first
+    layer.load_state_dict(Experts().state_dict(prefix="experts."), assign=True)
+    region = layers._region(layer, device)
+    assert all(a is b for a, b in zip(region.parameters, layer.experts.parameters(), strict=True))
+    assert region.parameters[0] is not first.parameters[0]
+    layers.close()

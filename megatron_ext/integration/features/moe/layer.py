@@ -256,7 +256,7 @@ class PipelinedMoE(Callback):
 
     def _region(self, layer: Any, device: torch.device) -> Region | FlexRegion:
         region = self._regions.get(layer)
-        if region is None:
+        if region is None or not _has_parameters(region, layer.experts):
             self._require(layer.config)
             memory = functools.partial(self.memory_on, device)
             region = self._regions[layer] = region_of(layer, device, memory, self._weights)
@@ -303,6 +303,14 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, shared: torch.Tensor, rest: torch.Tensor) -> Any:
         return rest + shared
+
+
+def _has_parameters(region: Region | FlexRegion, experts: torch.nn.Module) -> bool:
+    """False where others have taken their place (``load_state_dict(assign=True)``, adapters), which
+    would get no gradients."""
+    if isinstance(region, FlexRegion):
+        return True
+    return [*map(id, region.parameters)] == [*map(id, experts.parameters())]
 
 
 def _needs_stock(layer: Any) -> bool:
