@@ -118,7 +118,7 @@ class Recomputation:
     tensors of them, as in PyTorch's own checkpointing. That stops early, at the last saved tensor,
     but products inside functions of Megatron and Transformer Engine save only when they have been
     computed; so here fc1 and fc2 are known. fc2 is left out: its input is all that backward needs.
-    Where fc2 saves more (quantized copies, for instance), it runs.
+    Where fc2 saves more (quantized copies, for instance), or what lies behind it, it runs.
 
     Random number generators are not set back; no experts of Megatron use any.
 
@@ -134,12 +134,12 @@ class Recomputation:
         self._key, self._residents = key, residents
         self._linears, self._whole = linears, whole
         self._autocast: Any = contextlib.nullcontext()  # as in forward
-        self._blocks: list[Block] = []
-        self._sizes: list[int] = []
+        self._blocks: list[tuple[Block, int]] = []  # with the bytes of each storage
         self._calls: list[Any] = []  # of fc1 and fc2: what they return in place of computing; None
         # While the experts run: storages seen, with their numbers and what keeps them unique.
         self._seen: dict[int, tuple[int | None, Any]] = {}
         self._count = self._next_call = 0
+        self._count_behind = -1  # what was counted when fc2 was left out; -1: it was not
         self._keeping = False
 
     @contextlib.contextmanager
@@ -151,13 +151,14 @@ class Recomputation:
         self._autocast = torch.autocast(kind, dtype, on)
         with self._running(slot, self._call):
             yield
+            self._look_behind()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The handle of a tensor that autograd saves in forward: (block, number) or ``Kept``."""
         number = self._number(tensor, self._drop)
         if number is None:
             return Kept(tensor)
-        return without_memory(self._blocks[number], tensor)
+        return without_memory(self._blocks[number][0], tensor)
 
     def run(self, experts: Callable[[], Any], slot: torch.Tensor) -> None:
         """Compute again what was dropped.
@@ -191,8 +192,7 @@ class Recomputation:
         with contextlib.ExitStack() as stack:
             for fc1, fc2 in self._linears:
                 stack.enter_context(_replaced(fc2, functools.partial(call, False)))
-                if not self._whole:
-                    stack.enter_context(_replaced(fc1, functools.partial(call, True)))
+                stack.enter_context(_replaced(fc1, functools.partial(call, True)))
             yield
         self._seen.clear()
 
@@ -217,11 +217,19 @@ class Recomputation:
     def _drop(self, storage: torch.UntypedStorage) -> StorageWeakRef:
         block = Block(self._key, storage)
         block.storage = None
-        self._blocks.append(block)
-        self._sizes.append(storage.nbytes())
+        self._blocks.append((block, storage.nbytes()))
         return StorageWeakRef(storage)
 
+    def _look_behind(self) -> None:
+        """What lies behind fc2 has saved tensors, perhaps made from its output: it must run."""
+        if 0 <= self._count_behind < self._count:
+            self._calls[-1] = None
+        self._count_behind = -1
+
     def _call(self, first: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._look_behind()
+        if first and self._whole:
+            return original(*args, **kwargs)
         if first:
             self._keeping = True
             output = original(*args, **kwargs)
@@ -238,6 +246,7 @@ class Recomputation:
         form = y.shape, y.dtype
         unmade = self._count == known and all(_is_given(one) for one in rest)
         self._calls.append((form, rest, isinstance(output, tuple)) if unmade else None)
+        self._count_behind = known if unmade else -1
         return output
 
     # --- backward ---
@@ -247,14 +256,16 @@ class Recomputation:
 
     def _found(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         number = self._count - 1
-        if number >= len(self._blocks) or storage.nbytes() != self._sizes[number]:
+        if number >= len(self._blocks) or storage.nbytes() != self._blocks[number][1]:
             raise self._mismatch(f"one of {storage.nbytes()} bytes as number {number}")
-        self._blocks[number].storage = storage
+        self._blocks[number][0].storage = storage
         return storage
 
     def _call_again(
         self, first: bool, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if first and self._whole:
+            return original(*args, **kwargs)
         if self._next_call == len(self._calls):
             raise self._mismatch("another call of a linear module")
         call, self._next_call = self._calls[self._next_call], self._next_call + 1
@@ -272,9 +283,10 @@ class Recomputation:
         return (y, *rest) if several else y
 
     def _mismatch(self, found: str) -> RuntimeError:
+        sizes = [nbytes for _, nbytes in self._blocks]
         return RuntimeError(
             f"{self._key}: computed again, the experts saved {found}, and in forward "
-            f"{len(self._blocks)} storages of {self._sizes} bytes; they must do the same twice"
+            f"{len(sizes)} storages of {sizes} bytes; they must do the same twice"
         )
 
 

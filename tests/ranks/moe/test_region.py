@@ -438,3 +438,27 @@ def test_parameters_that_take_the_place_of_others_are_trained(group: Any) -> Non
     assert all(a is b for a, b in zip(region.parameters, layer.experts.parameters(), strict=True))
     assert region.parameters[0] is not first.parameters[0]
     layers.close()
+
+
+class _Scaled(OneByOne):
+    """What lies behind the last product saves that product's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+
+    def forward(self, x: Any, counts: Any, probs: Any) -> Any:
+        sizes = counts.tolist()
+        parts = zip(self.experts, x.split(sizes), probs.split(sizes))
+        return torch.cat(
+            [
+                torch.sigmoid(e.down(torch.tanh(e.up(a)) * p.unsqueeze(1)) * self.scale)
+                for e, a, p in parts
+            ]
+        )
+
+
+def test_results_that_are_saved_again_are_computed_again(make: Callable[..., Region]) -> None:
+    wanted = run(make(module=_Scaled()), 3, "none")
+    for strategy in ("s0", "s3", "s4"):
+        assert equal(run(make(module=_Scaled()), 3, strategy), wanted), strategy
