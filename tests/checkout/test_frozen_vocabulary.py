@@ -84,3 +84,10 @@ def test_what_the_parts_cannot_follow_is_refused(train: Train) -> None:
         said = [x for rank in (0, 1) for x in outcome.log(rank).splitlines() if text in x]
         said = list(dict.fromkeys(said))  # of a matrix by both ranks, of the output layer by one
         assert len(said) == 1 and said[0].startswith("[megatron_ext] error: ")
+
+
+def test_one_copy_of_a_v_is_not_frozen_alone(train: Train) -> None:
+    """Stock waits for ever for the other copy's gradient; rank 0 of a V has both."""
+    outcome = train("--pp-schedule v-half --num-layers 4", tied=True, frozen=[EMBEDDING])
+    assert outcome.status == "failed"
+    assert "only one of them is frozen; freeze both or none" in outcome.log(0)

@@ -84,6 +84,25 @@ class TestOneRun:
         sizes = re.findall(r"global batch size: +(\d+)", " ".join(ahead[2]))
         assert sizes == ["4", "4", "4", "6", "6", "8", "8", "8"]
 
+    @pytest.mark.parametrize("factor", [1e6, "inf"])
+    def test_parameters_that_are_gathered_by_the_first_pass(
+        self, serve: Serve, tmp_path: Path, factor: Any
+    ) -> None:
+        """With one chunk a rank Megatron gathers before a pass: a dropped one has, too."""
+        flags = (
+            f"{script.PP2} {script.FP16} {script.OVERLAP} {script.EXACT} --pp-schedule zb-h2 "
+            "--train-iters 8"
+        )
+        fault = {"iteration": 4, "rank": 1, "factor": factor}
+        runs = [
+            self.run(serve, tmp_path / name, flags + more, [fault])
+            for name, more in (("usual", ""), ("ahead", " --pp-post-validation 0"))
+        ]
+        assert [run.status for run in runs] == ["ok", "ok"], runs[1].report
+        usual, ahead = (script.computed(run) for run in runs)
+        assert "post-validation rolled back" in runs[1].log(0)
+        assert usual == ahead
+
     @pytest.mark.matrix
     def test_a_signal_and_a_kill(self, serve: Serve, tmp_path: Path) -> None:
         """Saved while the next iteration has begun, and killed: resumed, nothing is different."""

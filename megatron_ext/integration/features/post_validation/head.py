@@ -117,3 +117,5 @@ def _forget_gathered(model: Any) -> None:
         if bucket_group.param_gather_handle is not None:
             bucket_group.param_gather_handle.wait()
             bucket_group.param_gather_handle = None
+        # Else a pass that gathers for itself would find it done.
+        bucket_group.param_gather_dispatched = False

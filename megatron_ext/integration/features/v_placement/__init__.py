@@ -229,13 +229,16 @@ class VPlacement(Roles, Feature):
         """Once a model, and after a step whose gradients were not added: rank 0 has both copies of
         tied embeddings, and their gradients are added, so they would stay apart."""
         chunks = [unwrapped(model) for model in step.call.iteration.models]
+        found: Any = tied_embeddings(pp_rank(), chunks)
+        alike = found is None or found[0].requires_grad == found[1].requires_grad
+        why, fix = "only one of them is frozen", "freeze both or none"
+        EQUAL.require(alike, schedule=step.plan.name, why=why, fix=fix)
         trained = chunks[0] in self._apart
         if step.training:
             self._apart.add(chunks[0])
         if chunks[0] in self._checked and not trained:
             return
         self._checked.add(chunks[0])
-        found = tied_embeddings(pp_rank(), chunks)
         why, fix = (
             "whatever loaded the weights filled one of them",
             "load a torch_dist checkpoint",
