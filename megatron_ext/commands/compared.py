@@ -26,7 +26,8 @@ def files_of(args: argparse.Namespace) -> dict[str, Schedule]:
         alone |= {"reorder_microbatches": False}
         asked = argparse.Namespace(**{**vars(args), **fixed, **alone})
         order = spec_of(asked).order
-        assert order is not None  # a file has one
+        if order is None:
+            raise InputError(f"{path} is a schedule's name; all of them are compared, give files")
         found[path] = replace(order, name=path)
         args.pp, args.microbatches = order.pp, order.microbatches
     costs = {order.costs for order in found.values()}

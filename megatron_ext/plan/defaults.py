@@ -69,6 +69,8 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         **_gradients(given),
         **_data_parallel(given, tp, assumed),
     )
+    if given.get("quick_geglu"):
+        values["swiglu"] = True  # as many parameters and bytes, whatever the gated function
     if given.get("use_rotary_position_embeddings"):
         values["position_embedding_type"] = "rope"
     if given.get("moe_token_dispatcher_type") == "flex":
@@ -184,4 +186,13 @@ def _data_parallel(given: dict[str, Any], tp: int, assumed: list[str]) -> dict[s
             f"--world-size {world} has {world // pp} ranks a pipeline stage, which "
             f"{experts} expert-parallel x expert-tensor-parallel ranks do not divide"
         )
+    instances = given.get("num_distributed_optimizer_instances", 1)
+    shared = [world // (tp * pp)]
+    shared += [world // pp // experts] if given.get("num_experts") else []
+    for ranks in shared:
+        if ranks % instances:
+            raise PlanError(
+                f"--num-distributed-optimizer-instances {instances} does not divide the {ranks} "
+                "ranks that hold the same parameters; give a divisor"
+            )
     return {"data_parallel_size": world // (tp * pp * cp)}

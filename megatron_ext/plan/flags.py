@@ -34,6 +34,7 @@ FLAGS: dict[str, Any] = {
         if each.name not in _COMPUTED
     },
     "--group-query-attention": bool,
+    "--quick-geglu": bool,
     "--use-rotary-position-embeddings": bool,
     "--disable-bias-linear": bool,
     "--vocab-size": int,
@@ -82,6 +83,9 @@ NOT_MODELLED = {
     "--cpu-offloading-num-layers": "moves activations to the host (Megatron: without a pipeline)",
     "--enable-mhc-connections": "widens every message and residual",
     "--enable-hyper-connections": "widens every message and residual",
+    "--fp32-residual-connection": "doubles every message and residual",
+    "--heterogeneous-layers-config-path": "gives every layer sizes of its own",
+    "--heterogeneous-layers-config-encoded-json": "gives every layer sizes of its own",
 }
 
 # Also known, because they change what is counted here by less than its error or not at all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -64,13 +65,17 @@ def shares_of_loads(
     for number, load in enumerate(loads):
         tokens, pairs = Fraction(load.tokens, whole.tokens), Fraction(load.squares, whole.squares)
         if counts is None:
-            found.append((_shares(tokens, pairs, of_whole, GRAIN),))
+            found.append(((*_shares(tokens, pairs, of_whole, GRAIN), _up(tokens, GRAIN)),))
             continue
+        held = _up(tokens, GRAIN)
         tokens, pairs = _rounded(tokens, GRAIN), _rounded(pairs, GRAIN)
         own = attention_share(whole.squares * pairs / (whole.tokens * tokens), hidden)
         found.append(
             tuple(
-                _shares(tokens * (y - x), pairs * (y * y - x * x), of_whole, SHARE)
+                (
+                    *_shares(tokens * (y - x), pairs * (y * y - x * x), of_whole, SHARE),
+                    max(Fraction(1, SHARE), _up(held * y, SHARE) - _up(held * x, SHARE)),
+                )
                 for x, y in pairwise(ends_of(counts[number], own, even=even))
             )
         )
@@ -83,11 +88,18 @@ def rising(units: Sequence[Sequence[Shares]]) -> list[int]:
     return sorted(range(len(units)), key=lambda j: (works[j], units[j], j))
 
 
-def _shares(tokens: Fraction, pairs: Fraction, attention: Fraction, grain: int) -> Shares:
-    """Of F, B, W and the set, in parts of ``grain``."""
-    forward, backward, length = (_rounded(x, grain) for x in times(tokens, pairs, attention))
-    return forward, backward, length, length
+def _shares(
+    tokens: Fraction, pairs: Fraction, attention: Fraction, grain: int
+) -> tuple[Fraction, Fraction, Fraction]:
+    """Of F, B and W, in parts of ``grain``."""
+    forward, backward, weight = (_rounded(x, grain) for x in times(tokens, pairs, attention))
+    return forward, backward, weight
 
 
 def _rounded(share: Fraction, grain: int) -> Fraction:
     return Fraction(max(1, round(share * grain)), grain)
+
+
+def _up(share: Fraction, grain: int) -> Fraction:
+    """Of a set: rounded down, more than a cap allows would fit in it."""
+    return Fraction(math.ceil(share * grain), grain)

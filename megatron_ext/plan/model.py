@@ -110,6 +110,7 @@ class Job:
     grads_in_fp32: bool = False
     grad_reduce_in_bf16: bool = False
     use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
     use_precision_aware_optimizer: bool = False
     main_params_dtype: str = "fp32"
     main_grads_dtype: str = "fp32"
@@ -243,10 +244,9 @@ class Job:
     @property
     def expert_data_parallel_size(self) -> int:
         """Ranks that hold the same experts; context-parallel ranks count."""
-        ranks = self.data_parallel_size * self.context_parallel_size
-        ranks *= self.tensor_model_parallel_size
-        experts = self.expert_model_parallel_size * self.expert_tensor_parallel_size
-        return max(1, ranks // experts)
+        tp, ep = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        ranks = tp * self.data_parallel_size * self.context_parallel_size
+        return max(1, ranks // (ep * self.expert_tensor_parallel_size))
 
     def microbatches(self) -> int:
         """Of one iteration on one data-parallel rank.

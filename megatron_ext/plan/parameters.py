@@ -131,9 +131,9 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
 
     Megatron keeps gradients in buffers of one type; mixed precision adds an fp32 copy of the
     parameters; Adam two numbers each, Muon one (and Adam's for what is no matrix). The distributed
-    optimizer, or Muon's layer-wise one, divides the last three over the data-parallel ranks
-    (Megatron's distributed optimizer page: bf16 18, or 6 + 12/d bytes a parameter; fp16 16, or
-    4 + 12/d; fp32 16, or 8 + 8/d). Padding of buckets is not counted.
+    optimizer, or Muon's layer-wise one, divides the last three over an instance's data-parallel
+    ranks (Megatron's distributed optimizer page: bf16 18, or 6 + 12/d bytes a parameter; fp16 16,
+    or 4 + 12/d; fp32 16, or 8 + 8/d). Padding of buckets is not counted.
 
     Quantized weights are there row-wise for F and column-wise for B. Without
     ``--fp8-param-gather`` (or fp4) the 16-bit ones are there too, and both copies are kept through
@@ -161,8 +161,9 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     of_matrix = main + 4 if job.optimizer in ("muon", "dist_muon") else each
     d = expert_d = 1
     if job.use_distributed_optimizer or job.optimizer == "dist_muon":
-        d = job.data_parallel_size * job.context_parallel_size
-        expert_d = job.expert_data_parallel_size
+        instances = job.num_distributed_optimizer_instances
+        d = max(1, job.data_parallel_size * job.context_parallel_size // instances)
+        expert_d = max(1, job.expert_data_parallel_size // instances)
     optimizer = -(-(count.dense * of_matrix + count.other * each) // d)
     optimizer += -(-count.expert * of_matrix // expert_d)
     if job.optimizer_cpu_offload:

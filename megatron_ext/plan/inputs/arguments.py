@@ -19,7 +19,7 @@ _PARSED = {"fp8_format": "fp8", "fp4_format": "fp4"}
 _LEFT_OUT = {
     *(*SIZES, "world_size", "sequence_parallel", "padded_vocab_size"),
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
-    *("decoder_last_pipeline_num_layers",),
+    *("decoder_last_pipeline_num_layers", "num_distributed_optimizer_instances"),
 }
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # AttnBackend, from 1

@@ -34,6 +34,11 @@ def test_compare_json_is_the_contract(run):
         assert row | {"generation_seconds": 0} == expected | {"generation_seconds": 0}
 
 
+def test_a_name_is_no_file(run):
+    status, _, err = run("compare", "zb-h1", "--pp", 2, "--microbatches", 3)
+    assert status == 2 and "zb-h1 is a schedule's name" in err
+
+
 def test_compare_marks_what_exceeds_the_cap(run):
     data = _compare(run, "--pp", 4, "--microbatches", 8, "--memory-cap", 0.75)
     assert data["memory_cap"] == 0.75

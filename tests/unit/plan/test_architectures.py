@@ -176,6 +176,13 @@ def test_prediction_is_where_the_layout_has_it():
     assert read_layout("Ett|ttmL", 4).predicts == -1
 
 
+def test_quick_geglu_is_gated():
+    line = DENSE + "--ffn-hidden-size 512 "
+    assert job(line + "--quick-geglu") == job(line + "--swiglu")
+    default = job(DENSE + "--quick-geglu")
+    assert (default.gates, default.ffn_hidden_size) == (2, 4 * default.hidden_size)
+
+
 def test_layers_follow_their_flags():
     flags = "--num-experts 4 --moe-layer-freq ([0]*1+[1]*3) --experimental-attention-variant gdn "
     assert job(DENSE + flags + "--linear-attention-freq 4").layers == ("G-", "GE", "GE", "*E")

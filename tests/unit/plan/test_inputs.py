@@ -182,6 +182,7 @@ def test_saved_arguments_are_the_flags():
     saved = {**read(line.split())[0], "add_bias_linear": False, "padded_vocab_size": 512}
     saved |= {"attention_backend": "AttnBackend(3,)", "main_grads_dtype": "bfloat16"}
     saved |= {"tensor_model_parallel_size": 2, "world_size": 8, "mtp_num_layers": None}
+    saved |= {"num_distributed_optimizer_instances": 2}
     saved |= {"pipeline_model_parallel_layout": "PipelineParallelLayerLayout(...)"}
     given = of_arguments(saved, "--checkpoint x")
     assert job_of(given) == job_of(read(line.split())[0])

@@ -52,8 +52,20 @@ def test_slices_add_up_and_take_equally_long() -> None:
 
 def test_slices_of_nearly_equal_lengths_are_the_same() -> None:
     whole = Load.of([8192])
-    one, other = shares_of_loads([Load.of([n]) for n in (4096, 4100)], whole, 512, [3, 3])
+    one, other = shares_of_loads([Load.of([n]) for n in (4090, 4096)], whole, 512, [3, 3])
     assert one == other and len(one) == 3
+
+
+def test_sets_count_for_no_fewer_tokens_than_they_have() -> None:
+    """Else more than a cap allows would be kept; and a whole one in slices is no more than one."""
+    whole = Load.of([8192])
+    lengths = [190, 1342, 4096, 8191, 8192]
+    for counts in (None, [3] * len(lengths), [7] * len(lengths)):
+        found = shares_of_loads([Load.of([n]) for n in lengths], whole, 512, counts)
+        for n, rows in zip(lengths, found):
+            kept = sum(row[3] for row in rows)
+            assert Fraction(n, 8192) <= kept <= Fraction(n, 8192) + Fraction(1, GRAIN)
+        assert sum(row[3] for row in found[-1]) == 1
 
 
 def test_the_shortest_one_takes_some_time() -> None:

@@ -145,6 +145,17 @@ def test_bytes_of_a_parameter(flags, without, fixed, divided):
     assert state_bytes(sharded, Count(1000)).total == 1000 * (fixed + divided / 8)
 
 
+def test_instances_of_the_optimizer_each_keep_all_of_its_states():
+    line = f"{PLAIN} --num-experts 8 --expert-model-parallel-size 2 --world-size 8"
+    line += " --use-distributed-optimizer --num-distributed-optimizer-instances"
+    two = job_of(read([*line.split(), "2"])[0])
+    assert state_bytes(two, Count(800)).optimizer == 800 * 12 // 4
+    assert state_bytes(two, Count(0, 800)).optimizer == 800 * 12 // 2
+    for wrong, ranks in (("3", 8), ("8", 4)):
+        with pytest.raises(PlanError, match=f"divide the {ranks} ranks"):
+            job_of(read([*line.split(), wrong])[0])
+
+
 def test_a_precision_aware_optimizer():
     line = PLAIN.replace("--fp16", "--bf16 --world-size 4 --use-distributed-optimizer")
     line += " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
@@ -265,6 +276,8 @@ def test_a_v_has_both_ends_on_rank_0():
     ("flags", "words"),
     [
         ("--use-megatron-fsdp", "does not model"),
+        ("--fp32-residual-connection", "does not model"),
+        ("--heterogeneous-layers-config-path layers.json", "does not model"),
         (
             "--cpu-offloading --cpu-offloading-num-layers 2",
             "without a pipeline only.* does not model",

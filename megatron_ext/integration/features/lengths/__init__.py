@@ -75,8 +75,10 @@ class Lengths(Feature):
         loads = _agreed(self._read(step), step)
         units = self._units(loads, step)
         order: Sequence[int] = range(count)
-        if len({*units}) == 1 and len(units[0]) == self._usual:
-            units = ()  # the plan for equal microbatches
+        in_bytes = self._run.request is not None and self._run.request.cap_bytes is not None
+        longer = in_bytes and sum(row[-1] for row in units[0]) > 1
+        if len({*units}) == 1 and len(units[0]) == self._usual and not longer:
+            units = ()  # the plan for equal microbatches, which keeps a cap for whole ones
         elif self._free:
             # One plan for all steps with these lengths, however they come.
             order = rising(units)
