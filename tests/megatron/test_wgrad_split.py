@@ -212,7 +212,8 @@ def toy() -> Callable[..., Any]:
             self.weight.grad_added_to_main_grad = False
             self.weight.zero_out_wgrad = fused
             post_hook = wgrad.hooks(self.store)[1]
-            hook = post_hook.make(lambda module, parameter: self._hook)(None, self.weight)
+            made = lambda *unused: self._hook(*unused)  # noqa: E731 - a function, as Megatron's is
+            hook = post_hook.make(lambda module, parameter: made)(None, self.weight)
             self.accumulator = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
             self.accumulator.register_hook(hook)
 
