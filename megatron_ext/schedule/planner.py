@@ -16,10 +16,10 @@ from .link import Link
 from .memory_cap import Cap, ShareCap
 from .named import keeps
 from .schedule import Schedule
-from .select import placed_alike, select
+from .select import placed_alike
 from .simulate import simulate
 from .spec import AUTO, Cut, OffloadSpec, ScheduleSpec
-from .training import TrainingOrder
+from .training import TrainingOrder, select_within
 from .units import check_slices
 
 _KEPT = 8  # orders
@@ -96,7 +96,8 @@ class Planner:
         """
         if units.shares:
             known = self._plans.get((units.microbatches, *NOTHING[:_SHAPING]))
-            return order_for_units(self.spec, units.shares, units.free, known)
+            cap = None if self.cap is None else self.cap.at(self.spec.placement.num_stages)
+            return order_for_units(self.spec, units.shares, units.free, known, cap, self.chosen)
         key = units.microbatches, *knowledge[:_SHAPING]
         if key not in self._plans:
             self._plans[key] = self._order(units.microbatches, knowledge).searched()
@@ -126,16 +127,20 @@ class Planner:
             spec = spec.order_alone()
         else:
             spec = replace(spec, offload=OffloadSpec(self.wanted, link))
-        former = TrainingOrder(replace(spec, times=costs), self.lenient)
+        cap = None if self.cap is None else self.cap.at(stages)
+        asked = cap if self.wanted is None else None  # what stays on the device is decided later
+        former = TrainingOrder(
+            replace(spec, times=costs), self.lenient, asked=asked, free=self.chosen
+        )
         if costs is None or not reorder:
             return former
-        cap = None if self.cap is None else self.cap.at(stages)
         by_bytes = None if cap is None or profile is None else cap.measured(profile)
         again = replace(spec, costs=costs, cap=by_bytes or spec.cap)
         if self.chosen:
             cap = by_bytes or cap
             again = replace(again, name=AUTO, names=placed_alike(spec), cap=cap, group_size=None)
-        return replace(former, again=again, measured=by_bytes)
+        asked = None if by_bytes else asked
+        return replace(former, again=again, measured=by_bytes, asked=asked)
 
 
 def order_for_units(
@@ -143,6 +148,8 @@ def order_for_units(
     units: Sequence[Shares],
     free: bool,
     known: Schedule | None = None,
+    cap: Cap | None = None,
+    chosen: bool = False,
 ) -> Schedule:
     """The fastest of a few list schedules; the same in every process.
 
@@ -152,6 +159,7 @@ def order_for_units(
         free: as there.
         known: an order for equal microbatches that was searched for; it is taken where it is faster
             for these, too.
+        cap, chosen: as ``Planner``; ``spec`` may have no cap, or one of an order.
 
     Raises:
         CapExceeded: none keeps the cap.
@@ -163,13 +171,13 @@ def order_for_units(
         spec, microbatches=len(units), costs=costs, slices=counts, effort=0, reorder=free
     )
     _require_room(spec, units)
-    found = select(asked).schedule
+    found = select_within(asked, cap, chosen).schedule
     if found.arrangement is not None:
         found = replace(found, arrangement=found.arrangement._replace(saved=None))
     if known is None or counts:
         return found
     other = replace(known, costs=found.costs, arrangement=found.arrangement)
-    fits = spec.cap is None or keeps(spec.cap, other)
+    fits = all(each is None or keeps(each, other) for each in (spec.cap, cap))
     return other if fits and simulate(other).makespan < simulate(found).makespan else found
 
 

@@ -13,12 +13,32 @@ from .generators import GENERATORS, Request
 from .memory_cap import Cap
 from .named import CapExceeded, Selected, keeps, time_taken
 from .schedule import Schedule
-from .select import select
+from .select import placed_alike, select
 from .simulate import simulate
-from .spec import ScheduleSpec
+from .spec import AUTO, ScheduleSpec
 
 # Passes of an order that is made in a tenth of a second, where no search is needed.
 _FEW = 1000
+
+
+def select_within(spec: ScheduleSpec, cap: Cap | None, free: bool) -> Selected:
+    """``select``; where that exceeds ``cap``, for which the options of ``spec`` were chosen with
+    other microbatches, what keeps it.
+
+    Args:
+        free: another name with the same placement will do.
+
+    Raises:
+        CapExceeded: nothing does.
+        ValueError: there is no such schedule.
+    """
+    found = select(spec)
+    if cap is None or spec.offload is not None or keeps(cap, found.schedule):
+        return found
+    again = replace(spec, cap=cap, group_size=None)
+    if free:
+        again = replace(again, name=AUTO, names=placed_alike(spec))
+    return select(again)
 
 
 @dataclass(frozen=True)
@@ -30,12 +50,15 @@ class TrainingOrder:
         lenient: under offload, what comes closest to a cap will do.
         again: the request for measured costs, whose order is taken if it is faster under them.
         measured: a cap by measured bytes; what exceeds it is replaced even by a slower order.
+        asked: the cap that the options of ``spec`` were chosen for; ``free``: by ``auto``.
     """
 
     spec: ScheduleSpec
     lenient: bool = False
     again: ScheduleSpec | None = None
     measured: Cap | None = None
+    asked: Cap | None = None
+    free: bool = False
 
     @property
     def is_quick(self) -> bool:
@@ -65,7 +88,7 @@ class TrainingOrder:
             CapExceeded: it does not keep the cap.
             ValueError: it does not exist.
         """
-        former = self._answer(self.spec).schedule
+        former = self._answer(self.spec, self.asked).schedule
         return former if self.again is None else self._replanned(former, self.again)
 
     def quick(self) -> Schedule:
@@ -78,7 +101,7 @@ class TrainingOrder:
         spec = replace(self.spec, effort=0)
         if self.again is not None:
             spec = replace(spec, costs=self.again.costs)
-        found = self._answer(spec).schedule
+        found = self._answer(spec, self.asked).schedule
         if self.measured is not None and not keeps(self.measured, found):
             return self.searched()
         return found
@@ -94,9 +117,9 @@ class TrainingOrder:
     def _time(self, schedule: Schedule) -> Fraction:
         return time_taken(simulate(schedule), self.spec.objective)
 
-    def _answer(self, spec: ScheduleSpec) -> Selected:
+    def _answer(self, spec: ScheduleSpec, cap: Cap | None = None) -> Selected:
         try:
-            return select(spec)
+            return select_within(spec, cap, self.free)
         except CapExceeded as error:
             if self.lenient and spec.offload is not None:
                 return error.selected

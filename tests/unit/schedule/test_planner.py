@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 from fractions import Fraction
@@ -9,7 +10,17 @@ from fractions import Fraction
 import pytest
 
 from megatron_ext.plan.loads import Load, shares_of_loads
-from megatron_ext.schedule import Costs, ScheduleSpec, check, generate, lower, simulate
+from megatron_ext.schedule import (
+    CapExceeded,
+    Costs,
+    Cut,
+    ScheduleSpec,
+    check,
+    generate,
+    lower,
+    select,
+    simulate,
+)
 from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.planner import Knowledge, Planner, StepUnits, order_for_units
 
@@ -77,6 +88,24 @@ def test_a_cap_that_holds_no_microbatch_is_refused() -> None:
     own = shares_of_loads(loads, Load.of([4096]), 4096)
     with pytest.raises(ValueError, match="takes 10 times the activations of a whole one"):
         order_for_units(spec_of("v-cap"), own, free=False)
+
+
+def test_steps_keep_the_cap_that_auto_chose_by() -> None:
+    """Slices of other numbers, and fewer equal ones, in whose orders more sets are resident."""
+    for growth, pp, m, tokens, cap in ((1, 4, 10, 0, "1/2"), ("3/2", 3, 12, 64, "3/5")):
+        asked = ShareCap(Fraction(cap), Fraction(growth))
+        cut = Cut.of(tokens, 4, Fraction(0), 1, True) if tokens else None
+        spec = ScheduleSpec("auto", pp, m, cap=asked, effort=0.02).sliced(cut)
+        planner = Planner(select(spec).spec, asked, cut=cut, chosen=True)
+        assert planner.spec.cap is None, "the name alone keeps it, at m equal microbatches"
+        third = ((Fraction(1, 3),) * 4,) * 3
+        steps = [StepUnits(n) for n in range(1, m + 1)]
+        steps += [StepUnits(2 * n, (third, ((Fraction(1),) * 4,)) * n) for n in range(1, m)]
+        found = []
+        for step in steps:
+            with contextlib.suppress(CapExceeded):
+                found.append(planner.plan(step))
+        assert len(found) > len(steps) // 2 and all(map(asked.fits, found))
 
 
 def test_one_call_for_equal_and_other_microbatches() -> None:
