@@ -27,7 +27,7 @@ from .errors import ConfigError
 from .feature import Feature, Run
 from .flags import given, in_options, parsed
 from .hooks import Report, declared, hooked
-from .pipeline import ScheduledPipeline, groups_of_call, pipeline_group
+from .pipeline import ScheduledPipeline, groups_of_call, pipeline_group, require_pipeline
 from .takeover import require_not_held
 from .targets import PARALLEL_STATE
 from .utils import chunks_of, device_of, time_limit_minutes, unwrapped, watched
@@ -169,16 +169,8 @@ class Library(EntryPoint):
         return result
 
     def _require_pipeline(self) -> None:
-        from megatron.core import parallel_state
-
         assert self._run.request is not None
-        if not parallel_state.model_parallel_is_initialized():
-            return
-        if parallel_state.get_pipeline_model_parallel_world_size() < 2:
-            raise ConfigError(
-                f"--pp-schedule {self._run.request.name} needs pipeline_model_parallel_size >= 2, "
-                "but it is 1; raise it, or do not enable a schedule"
-            )
+        require_pipeline(self._run.request.name)
 
 
 class ModelArgs:

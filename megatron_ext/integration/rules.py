@@ -59,6 +59,12 @@ def require(rules: Iterable[Rule], **facts: Any) -> None:
             raise rule.broken(**facts)
 
 
+TWO_RANKS = Rule(
+    "--pp-schedule {name} needs {size} >= 2",
+    "it is {pp}",
+    "raise it, or drop the schedule",
+    lambda it: it.pp < 2,
+)
 FREE_ORDER = Rule(
     "{flag} is for schedules that are ordered by costs",
     "--pp-schedule {schedule} is a file, whose order is fixed",

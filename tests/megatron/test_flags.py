@@ -222,10 +222,7 @@ def broken_rules(folder: Path) -> list[tuple[str, dict[str, Any], dict[str, Any]
         (file("two", add_vocabulary(passes, 2)), {}, {}, "has 2 barriers a"),
         (str(odd), {}, {}, "needs Megatron's placement"),
         (plain, {}, {"pp_vocab_parallel": True}, "the file with --vocab"),
-        (
-            *(file("one", add_vocabulary(passes)), {}, {}),
-            "without --vocabulary, or add --pp-vocab-parallel",
-        ),
+        (file("one", add_vocabulary(passes)), {}, {}, "vocabulary, or add --pp-vocab-parallel"),
         (
             *("v-zb", {}, {"pipeline_model_parallel_size": 1}),
             "--pipeline-model-parallel-size >= 2, but it is 1; raise it",

@@ -116,7 +116,7 @@ def test_a_users_function(function: Callable[[Any], Any], lengths: list[int] | N
     if lengths is not None:
         assert asked(function, None) == (lengths, len(lengths) > 1)
         return
-    with pytest.raises(ConfigError, match="it must return its number of tokens"):
+    with pytest.raises(ConfigError, match="a function that returns a microbatch's number"):
         asked(function, None)
 
 
@@ -185,7 +185,7 @@ def test_samples_by_number() -> None:
     assert queue.get_next(["reward"]) == {"reward": [4]} and source.offset == 3
     with pytest.raises(ConfigError, match="ended after 0 microbatches of a step"):
         queue.peek(1)
-    with pytest.raises(ConfigError, match=r"by next\(\), which a SimpleNamespace does not have"):
+    with pytest.raises(ConfigError, match=r"next\(\) reads, but a SimpleNamespace does not"):
         Queues().over([other])
 
 

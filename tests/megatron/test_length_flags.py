@@ -58,7 +58,10 @@ def test_conflicts(rule: Conflict, library: bool) -> None:
 def test_orders_that_cannot_be_made(tmp_path: Any) -> None:
     path = tmp_path / "x.json"
     save(generate("zb-h1", 2, 4), path)
-    for schedule, why in ((str(path), "the order in it is fixed"), ("dualpipev", "run in pairs")):
+    for schedule, why in (
+        (str(path), "is a file, whose order is fixed"),
+        ("dualpipev", "run in pairs"),
+    ):
         with pytest.raises(ConfigError, match=why):
             checked(schedule)
 

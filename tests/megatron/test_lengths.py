@@ -159,11 +159,11 @@ def test_what_cannot_be_planned(results: Cases) -> None:
     """All ranks say the same, before any pass."""
     first, second = results["refusals"]
     for name, text in {
-        "pairs": "microbatch_costs lengths: the data iterator gives a tuple",
-        "nothing": "no rank of the pipeline's first stage has a data iterator",
+        "pairs": "of the data iterator, but it gives a tuple",
+        "nothing": "but no rank of the pipeline's first stage has one",
         "ended": "ended after 2 microbatches of a step",
         "function": "the function returned -1 for a microbatch",
         "cap": "schedule v-cap",
     }.items():
         assert text in first[name] and first[name] == second[name], name
-    assert "reads data iterators by next(), which a Other" in first["other"]
+    assert "needs data iterators that next() reads, but a Other" in first["other"]

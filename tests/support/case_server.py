@@ -120,6 +120,17 @@ def case_results(module: str, *versions: Any, first: bool = False) -> Any:
     return results
 
 
+def write_all(folder: Path, mine: Any) -> None:
+    """End a case: rank 0 writes what every rank has, in rank order."""
+    import torch.distributed as dist
+
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    if dist.get_rank() == 0:
+        (folder / "result.pickle").write_bytes(pickle.dumps(every))
+    dist.barrier()
+
+
 def serve(
     cases: Mapping[str, dict[str, Any]],
     rank_main: Callable[[Path, str, dict[str, Any], int], None],

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import io
 import logging
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -42,7 +41,7 @@ from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, VOCAB, global_names, to_bytes  # noqa: E402
 from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
 from tests.megatron.cases.user_weights import users_weights  # noqa: E402
-from tests.support.case_server import serve  # noqa: E402
+from tests.support.case_server import serve, write_all  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 __all__ = ["users_weights"]  # a case's ``main``
@@ -491,11 +490,7 @@ def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
     mine = globals()[case.get("main", "trained")](case)
-    every: list[Any] = [None] * world
-    dist.all_gather_object(every, mine)
-    if rank == 0:
-        (folder / "result.pickle").write_bytes(pickle.dumps(every))
-    dist.barrier()
+    write_all(folder, mine)
 
 
 if __name__ == "__main__":

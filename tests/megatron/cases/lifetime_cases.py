@@ -11,7 +11,6 @@ import importlib
 import io
 import logging
 import os
-import pickle
 import sys
 import threading
 import types
@@ -44,7 +43,7 @@ from tests.megatron.cases.process_state import (  # noqa: E402
     noted_waits,
     process,
 )
-from tests.support.case_server import serve  # noqa: E402
+from tests.support.case_server import serve, write_all  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
 
 # The package has a function of this name.
@@ -494,11 +493,7 @@ def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
     case = {**case, "rank": rank, "world": world}
     connect(case, "store")
     mine = globals()[case["main"]](case)
-    every: list[Any] = [None] * world
-    dist.all_gather_object(every, mine)
-    if rank == 0:
-        (folder / "result.pickle").write_bytes(pickle.dumps(every))
-    dist.barrier()
+    write_all(folder, mine)
 
 
 if __name__ == "__main__":

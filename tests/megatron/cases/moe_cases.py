@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from megatron_ext.moe.plan import STOCK, LayerPlan
 from megatron_ext.moe.region import Region
 from tests.megatron.cases import quantized
 from tests.megatron.cases.fake_deep_ep import Buffer
-from tests.support.case_server import serve
+from tests.support.case_server import serve, write_all
 
 STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4")
 
@@ -486,11 +485,7 @@ def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
     moe_layers.model_parallel_cuda_manual_seed(1)
     with moe_layers.uneven_gather():
         mine = case.get("run", compare)(case)
-    every: list[Any] = [None] * world
-    dist.all_gather_object(every, mine)
-    if rank == 0:
-        (folder / "result.pickle").write_bytes(pickle.dumps(every))
-    dist.barrier()
+    write_all(folder, mine)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from ...callbacks import Callback, Loads, Step
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
 from ...utils import gather_over
+from . import rules
 from .queue import Queues
 from .read import Sequences, asked, sequences_of
 
@@ -33,28 +34,26 @@ class Lengths(Feature):
         ),
         Flag(
             "--pp-reorder-microbatches",
-            f"with {FLAG} {LENGTHS}: let the microbatches of a step run in another order, short "
+            f"with {rules.WHOLE}: let the microbatches of a step run in another order, short "
             "ones at both ends; losses come back in the order given",
             switch=True,
-            needs=Needs({FLAG: (LENGTHS,)}, f"{FLAG} {LENGTHS}"),
+            needs=Needs({FLAG: (LENGTHS,)}, rules.WHOLE),
         ),
     )
     conflicts = CONFLICTS
+    rules = rules.RULES
     per_model = True
 
     def check_flags(self, run: Run) -> None:
         if not wanted(run.args) or run.request is None:
             return
-        if run.request.file is not None or run.request.name in IN_PAIRS:
-            why = "the order in it is fixed" if run.request.file else "its passes run in pairs"
-            raise ConfigError(
-                f"{FLAG} {LENGTHS} makes orders for single steps, but --pp-schedule "
-                f"{run.request.name} cannot: {why}; use e.g. v-zb, or drop it"
-            )
+        name = run.request.name
+        rules.FREE_ORDER.require(run.request.file is None, flag=rules.WHOLE, schedule=name)
+        rules.SINGLE.require(name not in IN_PAIRS, schedule=name)
 
     def check(self, run: Run) -> None:
         if wanted(run.args) and run.request is not None:
-            require_no_conflict(run.args, self.conflicts, {"": f"{FLAG} {LENGTHS}"})
+            require_no_conflict(run.args, self.conflicts, {"": rules.WHOLE})
 
     def start(self, run: Run) -> Sequence[Callback]:
         if not wanted(run.args) or run.pipeline is None:
@@ -175,9 +174,5 @@ def _agreed(mine: list[Load] | str | None, step: Step) -> list[Load]:
         if isinstance(one, str):
             raise ConfigError(one)
     known = [one for one in every if one is not None]
-    if not known:
-        raise ConfigError(
-            f"{FLAG} lengths: no rank of the pipeline's first stage has a data iterator to read "
-            "the lengths of microbatches from; drop it"
-        )
+    rules.DATA.require(known)
     return [functools.reduce(Load.most, column) for column in zip(*known)]

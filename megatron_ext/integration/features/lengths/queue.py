@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ....plan.lengths import FLAG
 from ...errors import ConfigError
+from ...utils import Wrappers
+from .rules import DRAWN, ENOUGH, NEXT
 
 
 class Ahead:
@@ -44,7 +45,7 @@ class Ahead:
 
     def __next__(self) -> Any:
         if self._given == len(self._order):
-            raise ConfigError(self._counted(self._given + 1))
+            raise self._counted(self._given + 1)
         number = self._order[self._given]
         self._fill(number + 1)
         self._given += 1
@@ -59,7 +60,7 @@ class Ahead:
                 come in another step.
         """
         if self._given not in (0, len(self._order)) or (self._read and not self._given):
-            raise ConfigError(self._counted(self._given))
+            raise self._counted(self._given)
         self.drop()
 
     def drop(self) -> None:
@@ -71,20 +72,10 @@ class Ahead:
             try:
                 self._read.append(next(self.source))
             except StopIteration:
-                raise ConfigError(_ended(len(self._read))) from None
+                raise ENOUGH.broken(count=len(self._read)) from None
 
-    def _counted(self, drawn: int) -> str:
-        return (
-            f"{FLAG} lengths reads one microbatch of the data iterator for each forward step, but "
-            f"{drawn} were drawn for {len(self._order)} microbatches; drop it"
-        )
-
-
-def _ended(count: int) -> str:
-    return (
-        f"{FLAG} lengths: the data iterator ended after {count} microbatches of a step; give as "
-        "many as num_microbatches"
-    )
+    def _counted(self, drawn: int) -> ConfigError:
+        return DRAWN.broken(drawn=drawn, microbatches=len(self._order))
 
 
 class Indexed(Ahead):
@@ -111,8 +102,7 @@ class Indexed(Ahead):
     def peek(self, microbatches: int) -> list[Any]:
         first, tokens = self.source.offset, self.source.rollout_data["tokens"]
         numbers = self.source.micro_batch_indices[first : first + microbatches]
-        if len(numbers) < microbatches:
-            raise ConfigError(_ended(len(numbers)))
+        ENOUGH.require(len(numbers) == microbatches, count=len(numbers))
         return [{"tokens": [tokens[one] for one in each]} for each in numbers]
 
     def begin(self, order: Sequence[int]) -> None:
@@ -122,7 +112,7 @@ class Indexed(Ahead):
     def get_next(self, keys: Sequence[str]) -> Any:
         """The microbatch of the next place."""
         if self._given == len(self._order):
-            raise ConfigError(self._counted(self._given + 1))
+            raise self._counted(self._given + 1)
         self.source.offset = self._first + self._order[self._given]
         self._given += 1
         found = self.source.get_next(keys)
@@ -130,35 +120,19 @@ class Indexed(Ahead):
         return found
 
 
-class Queues:
+class Queues(Wrappers):
     """The iterators of a call, each in its ``Ahead``."""
 
     def __init__(self) -> None:
-        self.of_chunks: list[Ahead | None] = []
+        super().__init__(lambda source: (Indexed if Indexed.takes(source) else Ahead)(source))
 
-    def over(self, iterators: Sequence[Any]) -> list[Ahead | None]:
-        """``iterators`` with those that are there in ``Ahead``; the same one for the same one.
+    def over(self, iterators: Sequence[Any]) -> list[Any]:
+        """``iterators``, wrapped.
 
         Raises:
             ConfigError: one cannot be read.
         """
-        known = {id(one.source): one for one in self.of_chunks if one is not None}
         for one in iterators:
-            if one is not None and not (hasattr(one, "__next__") or Indexed.takes(one)):
-                raise ConfigError(
-                    f"{FLAG} lengths reads data iterators by next(), which a {type(one).__name__} "
-                    "does not have; drop it"
-                )
-        self.of_chunks = [
-            None if one is None else known.get(id(one)) or _ahead(one) for one in iterators
-        ]
-        return self.of_chunks
-
-    @property
-    def there(self) -> list[Ahead]:
-        """Those of chunks that have data."""
-        return [one for one in self.of_chunks if one is not None]
-
-
-def _ahead(source: Any) -> Ahead:
-    return Indexed(source) if Indexed.takes(source) else Ahead(source)
+            read = one is None or hasattr(one, "__next__") or Indexed.takes(one)
+            NEXT.require(read, kind=type(one).__name__)
+        return super().over(iterators)

@@ -8,17 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....plan.lengths import FLAG
-from ...errors import ConfigError
+from .rules import KNOWN, RETURNED
 
 # Names of a microbatch's tokens, and of where its packed sequences begin.
 TOKENS = ("tokens", "input_ids", "text")
 BOUNDS = ("cu_seqlens", "cu_seqlens_q")
 _PARAMETERS = "packed_seq_params"
-_FIX = (
-    "give a function in its place, enable(microbatch_costs=function), that takes what the iterator "
-    "gives for one microbatch and returns the lengths of its sequences, or leave it out"
-)
 
 
 class Sequences(NamedTuple):
@@ -54,7 +49,7 @@ def sequences_of(batch: Any) -> Sequences:
     tokens = batch if isinstance(batch, torch.Tensor) else _first(batch, TOKENS)
     found = None if tokens is None else _of_tokens(tokens)
     if found is None:
-        raise ConfigError(f"{FLAG} lengths: the data iterator gives {_about(batch)}; {_FIX}")
+        raise KNOWN.broken(what=_about(batch))
     return found
 
 
@@ -73,10 +68,7 @@ def asked(function: Callable[[Any], Any], batch: Any) -> Sequences:
         or not lengths
         or not all(isinstance(one, Integral) and int(one) > 0 for one in lengths)
     ):
-        raise ConfigError(
-            f"{FLAG}: the function returned {found!r:.80} for a microbatch; it must return its "
-            "number of tokens, or the lengths of its sequences, each 1 or more"
-        )
+        raise RETURNED.broken(found=f"{found!r:.80}")
     return Sequences([int(one) for one in lengths], len(lengths) > 1)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ...._conflict import Conflict
 from ....schedule.generators import MOST_EFFORT
 from ...arguments import MegatronArgs
-from ...rules import Rule
+from ...rules import TWO_RANKS, Rule
 from ...rules import require as require
 
 _ORDER = "it works out what comes next from the order of stock's schedules; drop it"
@@ -155,12 +155,7 @@ OPTIONS = (
     ),
 )
 PIPELINE = (
-    Rule(
-        "--pp-schedule {name} needs {size} >= 2",
-        "it is {pp}",
-        "raise it, or drop the schedule",
-        lambda it: it.pp < 2,
-    ),
+    TWO_RANKS,
     Rule(
         "--pp-schedule {name} is for {ranks} pipeline ranks",
         "there are {pp}",
