@@ -169,7 +169,7 @@ def test_a_script_with_another_loss(serve: Serve, tmp_path: Path) -> None:
         words.split(), 2, tmp_path, prelude=ROOT / "tests" / "support" / "squared_loss.py"
     )
     assert outcome.status == "failed"
-    assert "it is not linear in them; drop --pp-slices" in outcome.log(0)
+    assert "needs a loss function that is linear in the losses of tokens" in outcome.log(0)
 
 
 def test_the_log_and_the_trace_know_slices(
