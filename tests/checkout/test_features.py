@@ -152,11 +152,9 @@ ROWS = {
 assert ROWS.keys() == set(TAGS)
 
 
-# Of current architectures by default; multi-latent attention, dense first layers and shared experts
-# are in test_moe_script too.
-DAILY = ("packed sequences",)
-# In tier matrix: what the other rows, or the tests of offload on the wheel, nearly cover.
+# In tier matrix: what the other rows, or tests of one feature, nearly cover.
 NIGHTLY = (
+    *("MoE, EP 2, bf16, both overlaps", "layer layout", "hybrid"),
     *("fewer first and last layers", "per-token loss", "batch-size ramp-up", "CP 2"),
     "evaluation, other batch",  # test_pretrain_script, and test_numerics with other microbatches
     *("MTP, bf16, both overlaps", "offload, half, MoE, EP 2, bf16, both overlaps"),
@@ -164,7 +162,7 @@ NIGHTLY = (
     *("dropout (the same run twice)", "offload, auto, measured, evaluation"),
     "offload, full, recompute selective, ramp-up",
     "offload, full, cheap recompute",
-    *(feature.name for feature in ARCHITECTURES if feature.name not in DAILY),
+    *(feature.name for feature in ARCHITECTURES),
     "hybrid, tied, DP 2, bf16, both overlaps, offload",
     "hybrid, MoE, EP 2, MTP",
     "vocabulary, tied, chunks, clipping, evaluation",

@@ -84,7 +84,7 @@ class TestOneRun:
         sizes = re.findall(r"global batch size: +(\d+)", " ".join(ahead[2]))
         assert sizes == ["4", "4", "4", "6", "6", "8", "8", "8"]
 
-    @pytest.mark.parametrize("factor", [1e6, "inf"])
+    @pytest.mark.parametrize("factor", [nightly(1e6), "inf"])
     def test_parameters_that_are_gathered_by_the_first_pass(
         self, serve: Serve, tmp_path: Path, factor: Any
     ) -> None:

@@ -63,7 +63,7 @@ def close(found: list[float], whole: list[float]) -> bool:
     "schedule",
     [
         "v-half",
-        "zb-h1",
+        nightly("zb-h1"),
         nightly("v-zb"),
         nightly("interleaved --num-virtual-stages-per-pipeline-rank 2"),
         nightly("gis-h --num-virtual-stages-per-pipeline-rank 2"),
@@ -84,7 +84,7 @@ def test_losses_of_whole_microbatches(train: Run, schedule: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "model"),
     [
-        ("--pp-slice-cut even", ROPE),
+        nightly("--pp-slice-cut even", ROPE),
         nightly("--recompute-granularity full --recompute-method uniform "
                 "--recompute-num-layers 1", ROPE),
         nightly("", "--position-embedding-type learned_absolute"),

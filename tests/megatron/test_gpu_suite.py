@@ -115,6 +115,7 @@ def test_all_parts_end_from_a_wheel(whole: Path) -> None:
     assert "**No GPU figure exists yet.**" in (whole / "gpu.md").read_text()
 
 
+@pytest.mark.matrix
 def test_a_second_run_does_the_rest(repo_root: Path, wheels: Path, whole: Path) -> None:
     """A part without a result, or with half of one, and no other."""
     path = whole / "results" / f"{DATE}-gpu-tiny.json"
@@ -174,6 +175,7 @@ def _below(pid: int) -> set[int]:
     return found
 
 
+@pytest.mark.matrix
 def test_a_killed_run_keeps_what_it_has(repo_root: Path, wheels: Path, tmp_path: Path) -> None:
     """Ended in the middle of the second part: the first is in the results, of the second there is
     a file, and no process is left."""

@@ -49,6 +49,7 @@ ORDERS = {0: "SR|SR", 2: "SSRR|SSRR", 4: "SSRSRSRR|SSRSRSRR"}
 COMPARED = [*EXACT, *BF16, *SINGLE]
 # At night: products of what the others have one by one. All ways of ep2-fp64 run by default.
 PRODUCTS = ("ep2-bf16", "ep2-fp32", "ep4-fp32", "etp2", "allgather-etp2-ep2", "one-expert-a-rank")
+PRODUCTS += ("ep4-fp64",)
 SAMPLED = sampled(COMPARED, [case for case in COMPARED if case not in PRODUCTS])
 AUTO = ["auto", "auto-in-a-budget", "auto-in-a-large-budget", "auto-recompute"]
 TRAINED = ["ddp-fp32", "ddp-bf16", "ddp-fusion", "ddp-reduce-in-bf16"]
@@ -345,6 +346,7 @@ NIGHTLY = ("v-half-s3/3s-fusion", "zb-h1-s0-offload/3")
 NIGHTLY += ("zb-h1-none/3-bf16", "zb-h1-none/3-te-fused")
 # Parts of other cases: these strategies under offload, and fused passes.
 NIGHTLY += ("zb-h1-s1-offload/3s", "zb-h1-s0/3-fusion", "zb-h1-act/3-te")
+NIGHTLY += ("zb-h1-s4/3s", "v-half-none/3")
 
 
 @pytest.mark.parametrize("case", sampled(SCHEDULED, [c for c in SCHEDULED if c not in NIGHTLY]))

@@ -123,6 +123,7 @@ class TestWithASchedule:
         request = ScheduleRequest.of("v-zb", memory_cap="0.13", offloading=asked("auto"))
         assert request.resolve(4, 2, 16).plan(16, Knowledge(Link.of(4, Fraction(1, 4)))).has_offload
 
+    @pytest.mark.matrix
     def test_v_cap_is_as_large_as_offload_allows(self) -> None:
         link = Link.of(8, Fraction(1, 4))
         offloading = asked("auto", time="0.25")

@@ -63,6 +63,7 @@ def text_of(output: dict[str, Any]) -> str:
 
 
 @pytest.mark.usefixtures("full_effort")
+@pytest.mark.matrix
 def test_cells_print_what_is_stored() -> None:
     notebook = json.loads(NOTEBOOK.read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

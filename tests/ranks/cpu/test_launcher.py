@@ -87,6 +87,7 @@ def test_ranks_of_a_node_report_once(
         assert launch._first_says("use 4 ranks.", files[1]) is same
 
 
+@pytest.mark.matrix
 def test_torchrun_ends_with_the_sentence(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     program = "from megatron_ext.integration import ConfigError\nraise ConfigError('use 4 ranks.')"

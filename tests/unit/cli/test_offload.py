@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from .conftest import FIELDS, options
 
 OFFLOAD = ["--offload", "half", "--offload-time", "0.25"]
@@ -48,6 +50,7 @@ def test_offload_goes_into_the_file(run, tmp_path):
     assert "offloaded_sets" not in plain
 
 
+@pytest.mark.matrix
 def test_a_cap_is_of_what_stays_on_the_device(run):
     """v-half's block needs 10 of 16 sets; v-cap alone not less than 8."""
     argv = ["simulate", "--json", "--offload", "auto", "--offload-time", "0.25"]

@@ -185,6 +185,7 @@ def test_the_rule_itself() -> None:
         feed(Target("crash", (), crash), b"")
 
 
+@pytest.mark.matrix
 def test_the_long_run(tmp_path: Path, repo_root: Path) -> None:
     """The campaign counts, repeats by its seed, and ends with status 0 where all is well."""
     answers = []

@@ -368,7 +368,7 @@ def test_simulator_refuses_a_release_without_its_offload() -> None:
         ((2, [1]), "1 transfer times for pp=2; give one, one a rank, or one a stage"),
         ((2, "1:2:3"), "3 transfer times for pp=2"),
         ((2, "1x0:1"), "must be a number > 0 (and <= 1000), the fraction"),
-        ((2, "1x99999:1x99999:1x99999"), "299997 transfer times for pp=2"),
+        ((2, "1x9999:1x9999:1x9999"), "29997 transfer times for pp=2"),
         ((2, 1, 1, "triple"), "the transfer policy must be single, dual or paired, got 'triple'"),
     ],
 )

@@ -40,7 +40,7 @@ def over(pp: int, wanted: str | int = "auto", time: Any = QUARTER) -> OffloadSpe
     return OffloadSpec(wanted, Link.of(pp, time))
 
 
-@pytest.mark.parametrize("cap", sampled(["1/4", "1/3", "5/8", "3/4", "1"], ("1/3", "1")))
+@pytest.mark.parametrize("cap", sampled(["1/4", "1/3", "5/8", "3/4", "1"], ("1",)))
 def test_the_largest_that_can_be_brought_under_the_cap(cap: str) -> None:
     """Against trying all caps from V-Min's on; under 1/3 the third one fits, the second does
     not, but an unsearched order of more memory is faster."""
@@ -122,7 +122,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("wanted", ["auto", "half", "1"])
-@pytest.mark.parametrize(("pp", "m", "chunks", "costs", "cap"), sampled(SIZES, SIZES[:3]))
+@pytest.mark.parametrize(("pp", "m", "chunks", "costs", "cap"), sampled(SIZES, SIZES[:1]))
 def test_auto_with_offload_is_the_fastest_of_all(
     pp: int, m: int, chunks: int, costs: Costs, cap: str, wanted: str
 ) -> None:
@@ -159,7 +159,7 @@ def test_auto_below_what_any_schedule_takes_alone() -> None:
     ("cap", "makespan", "time"),
     sampled(
         [(*row, t) for row in (("1/4", 54), ("3/8", 53), ("1/2", 52)) for t in ("0.1", "0.25")],
-        [("1/4", 54, "0.25"), ("1/2", 52, "0.1")],
+        [("1/2", 52, "0.1")],
     ),
 )
 def test_an_order_made_for_offload(cap: str, makespan: int, time: str) -> None:

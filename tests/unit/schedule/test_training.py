@@ -37,7 +37,7 @@ from megatron_ext.schedule.generators.cap import v_cap_limits
 from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.training import TrainingOrder
 from tests.support import ROOT
-from tests.support.grids import sampled
+from tests.support.grids import KINDS, sampled
 from tests.support.waiting import wait_until
 from tests.unit.schedule.test_generators import named_cap
 
@@ -51,7 +51,7 @@ def quick(name: str, pp: int, m: int, costs: Costs = COSTS, **options: int) -> S
     return generate(name, pp, m, None, costs, effort=0, **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, KINDS))
 def test_a_quick_order_is_valid_in_the_memory_of_its_name(name: str) -> None:
     for pp, m in SIZES:
         for costs in (COSTS, Costs(), Costs.parse("1,3,1")):
