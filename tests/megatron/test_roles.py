@@ -23,11 +23,13 @@ PP, CHUNKS = 4, 2
 
 @pytest.fixture
 def on_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``on_rank(r)``: this process is pipeline rank r of four, with the hooks in force."""
-    hooks = Hooks("a test")
-    hooks.apply(declared(Roles()))
+    """``on_rank(r)``: this process is pipeline rank r of four, with the hooks in force; ``running``
+    is that of ``Roles``."""
+    hooks, roles = Hooks("a test"), Roles()
+    hooks.apply(declared(roles))
 
-    def be(rank: int) -> Any:
+    def be(rank: int, running: bool = True) -> Any:
+        roles.running = running
         monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: rank)
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
@@ -42,10 +44,20 @@ def on_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     hooks.revert()
 
 
+def _is_last(group: Any, stage: int) -> bool:
+    """As Megatron's builders and its wrapper for fp32 outputs ask."""
+    from megatron.core.pipeline_parallel.utils import is_pp_last_stage, is_vp_last_stage
+
+    return is_vp_last_stage(vp_stage=stage, vp_size=CHUNKS) and is_pp_last_stage(group)
+
+
 @pytest.mark.parametrize("rank", range(PP))
 @pytest.mark.parametrize("stage", range(CHUNKS))
-def test_the_ends_of_the_model(on_rank: Any, rank: int, stage: int) -> None:
-    group = on_rank(rank)
+@pytest.mark.parametrize("running", [True, False])
+def test_the_ends_of_the_model(on_rank: Any, rank: int, stage: int, running: bool) -> None:
+    """Another model may be built between two steps, or this one called by itself."""
+    group = on_rank(rank, running)
+    assert _is_last(group, stage) == (rank == 0 and stage == 1)
     groups = (
         utils.is_pp_first_stage(group) and utils.is_vp_first_stage(stage, CHUNKS),
         utils.is_pp_last_stage(group) and utils.is_vp_last_stage(vp_stage=stage, vp_size=CHUNKS),
@@ -65,6 +77,16 @@ def test_the_rank_that_returns_values(on_rank: Any, rank: int) -> None:
     assert parallel_state.is_pipeline_last_stage() == (rank == PP - 1)
     assert utils.is_pp_last_stage(group) == (rank in (0, PP - 1))
     assert utils.is_vp_last_stage(None, None)  # a model without virtual stages
+
+
+def _is_last_rank(group: Any) -> bool:
+    return utils.is_pp_last_stage(group)
+
+
+@pytest.mark.parametrize("rank", range(PP))
+def test_the_rank_that_has_returned_values(on_rank: Any, rank: int) -> None:
+    """Once a call has returned, one: losses are logged and summed by it."""
+    assert _is_last_rank(on_rank(rank, running=False)) == (rank == PP - 1)
 
 
 def test_slime_reads_returned_values_on_rank_0_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ virtual stage at once, process groups answer for each by itself, and the asker j
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from ...errors import ConfigError
@@ -57,8 +59,9 @@ class Roles:
 
     Attributes:
         training: Megatron's training package is in use.
-        running: models are built, or run; else a call has returned. "The last rank", asked for by
-            itself, is that of labels and the loss before, and that of the returned values then.
+        running: nothing has been returned yet, or passes run; else a call has returned. "The last
+            rank", asked for by itself, is that of labels and the loss before, and that of the
+            returned values then.
         results_on_both: a trainer asks for the rank that has the returned values, and rank 0 needs
             them too.
     """
@@ -86,8 +89,8 @@ class Roles:
     def _is_pp_last_stage(self, original: Callable[..., bool], pp_group: Any) -> bool:
         from megatron.core.pipeline_parallel.utils import is_pp_first_stage
 
-        # Joined with ``is_vp_last_stage``, which is true on rank 0 alone, or by itself.
-        both = self.running or self.results_on_both
+        # A model may be built, or called, between two steps: then it is the end of the model.
+        both = self.running or self.results_on_both or _joined_with_the_chunk()
         return original(pp_group) or (both and is_pp_first_stage(pp_group))
 
     @hooked(
@@ -124,3 +127,16 @@ class Roles:
             return original(*args, **kwargs)
         finally:
             self.results_on_both = before
+
+
+def _joined_with_the_chunk() -> bool:
+    """The code that asks joins the answer with ``is_vp_last_stage``, which is true of a V's last
+    stage alone; either may be asked first, and the second not at all."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("megatron_ext."):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    code = frame.f_code
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
+    return any(name.endswith("is_vp_last_stage") for name in names)
