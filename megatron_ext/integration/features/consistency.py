@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -26,8 +27,9 @@ from ..callbacks import Callback
 from ..errors import ConfigError
 from ..feature import Feature, Run
 from ..hooks import hooked
-from ..targets import INITIALIZE
-from ..utils import device_name, gather_over, most_microbatches
+from ..pipeline import groups_of_call, pipeline_group
+from ..targets import INITIALIZE, STEPS
+from ..utils import chunks_of, device_name, gather_over, most_microbatches, unwrapped
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
 WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
@@ -87,34 +89,68 @@ class Consistency(Feature):
     """Compares all ranks of a run with our flags."""
 
     def check(self, run: Run) -> None:
-        if not run.library:
-            return  # by a store, as soon as there is one
-        from ..flags import given
-
-        mine = facts(given(run.args, compared=True), None, run.version)
-        every = gather_over((dist.get_rank(), mine), run.groups)
-        problem = difference([held for _, held in every], [rank for rank, _ in every])
-        if problem:
-            raise ConfigError(problem)
+        if run.library:  # else by a store, as soon as there is one
+            _compare(run, run.groups)
 
     def start(self, run: Run) -> Sequence[Callback]:
         from ..flags import given
 
-        if run.library or set(given(run.args).values()) <= {"off"}:
-            return ()  # a library's models are compared one by one, over the ranks of their calls
         self._run = run
+        if run.library:
+            # Models are compared one by one, over the ranks of their calls: by ``check`` where the
+            # schedule is ours.
+            self._compared = weakref.WeakSet[Any]()
+            return () if run.request else (self,)
+        if set(given(run.args).values()) <= {"off"}:
+            return ()
         if dist.is_initialized():
             agree(run)
         # Without the training package the process group is made by code that we do not know.
         return (self,) if run.training and not dist.is_initialized() else ()
 
-    @hooked(INITIALIZE, "ranks with other flags or packages would hang or train on other data")
+    @hooked(
+        INITIALIZE,
+        "ranks with other flags or packages would hang or train on other data",
+        when=lambda self: not self._run.library,
+    )
     def _initialize_distributed(
         self, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         result = original(*args, **kwargs)
         agree(self._run)
         return result
+
+    @hooked(
+        STEPS,
+        "ranks with other options would hang or train in other ways",
+        when=lambda self: self._run.library,
+    )
+    def _of_any_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from ..flags import in_options
+
+        model = unwrapped(chunks_of(kwargs["model"])[0])
+        if model not in self._compared:
+            self._compared.add(model)
+            collection = kwargs.get("pg_collection")
+            pipeline = pipeline_group(kwargs.get("p2p_communicator"), collection)
+            with in_options():
+                _compare(self._run, groups_of_call(pipeline, collection))
+        return original(*args, **kwargs)
+
+
+def _compare(run: Run, groups: Sequence[Any]) -> None:
+    """Compare a library's run over the ranks of a call.
+
+    Raises:
+        ConfigError: on every rank: they differ.
+    """
+    from ..flags import given
+
+    mine = facts(given(run.args, compared=True), None, run.version)
+    every = gather_over((dist.get_rank(), mine), groups)
+    problem = difference([held for _, held in every], [rank for rank, _ in every])
+    if problem:
+        raise ConfigError(problem)
 
 
 def agree(run: Run) -> None:

@@ -464,15 +464,21 @@ def replicas(case: dict[str, Any]) -> Any:
 
 
 def unlike(case: dict[str, Any]) -> Any:
-    """What two pipelines say that exchange tokens, where one has another option."""
-    megatron_ext.enable("zb-h1", moe_pipeline_chunks=1 + dist.get_rank() % 2)
-    gpt_cases.initialize(2, 1, expert_model_parallel_size=2)
-    models = build(config={**EXPERTS, "expert_model_parallel_size": 2})
-    try:
-        step(models)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    """What two pipelines say that exchange tokens, where one has another option, with a schedule of
+    ours and without."""
+    found = []
+    for schedule in ("zb-h1", None):
+        megatron_ext.enable(schedule, moe_pipeline_chunks=1 + dist.get_rank() % 2)
+        gpt_cases.initialize(2, 1, expert_model_parallel_size=2)
+        models = build(config={**EXPERTS, "expert_model_parallel_size": 2})
+        try:
+            step(models)
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
+        megatron_ext.disable()
+        parallel_state.destroy_model_parallel()
+    return found
 
 
 def connect(case: dict[str, Any], store: str) -> None:
