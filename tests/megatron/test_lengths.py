@@ -126,6 +126,8 @@ def test_data_replicas_have_plans_of_their_own(results: Cases) -> None:
     ranks = results["replicas"]
     plans = [[step["tokens"] for step in rank["steps"]] for rank in ranks]
     assert plans[0] == plans[2] != plans[1] == plans[3]
+    assert {step["tried"] for rank in ranks for step in rank["steps"]} == {True}
+    assert not any(step["tried"] for step in results["zb-h1-free"][0]["steps"])  # one replica
     returned = merged(ranks, "returned")
     stock = merged(results["stock"], "returned")
     assert len(returned) == 2 * len(stock) and returned.items() >= stock.items()
@@ -148,6 +150,15 @@ def test_pipelines_that_share_experts_have_one_estimate(results: Cases) -> None:
     plans = [[step["plan"] for step in rank["steps"]] for rank in ranks]
     assert plans[0] == plans[1] == plans[2] == plans[3]
     assert merged(ranks, "returned") == merged(stock, "returned")
+
+
+def test_loss_functions_do_not_talk_to_other_replicas(results: Cases) -> None:
+    for number, found in enumerate(results["collectives"]):
+        *losses, text, calls = found
+        assert losses == ["4.0", "4.0"]
+        assert text.startswith("--pp-slice-tokens 4 needs a loss function that does not talk to")
+        assert "it calls allreduce over ranks [0, 1];" in text, number
+        assert calls == "first first second first"  # tried once, and before anything is sent
 
 
 def test_the_log(results: Cases) -> None:

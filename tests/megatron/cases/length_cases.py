@@ -27,6 +27,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 from megatron_ext.integration.callbacks import Step  # noqa: E402
+from megatron_ext.integration.features.lengths.replicas import LossFunctions  # noqa: E402
 from megatron_ext.integration.pipeline import ScheduledPipeline  # noqa: E402
 from megatron_ext.integration.utils import unwrapped  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
@@ -66,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts-named": _VEE | {"world": 4, "named": (16, 100_000), **_EXPERTS},
     "indexed": {"schedule": "zb-h1", "options": _FREE, "form": "indexed"},
     "refusals": {"main": "refusals"},
+    "collectives": {"main": "collectives"},
 }
 
 
@@ -202,6 +204,7 @@ class watching:
                     "own": loads is not None and bool(loads.units),
                     "order": None if loads is None else loads.order,
                     "tokens": None if loads is None else loads.tokens,
+                    "tried": hasattr(step.call.iteration.forward_step_func, "__wrapped__"),
                 }
             )
 
@@ -261,6 +264,32 @@ def refusals(case: dict[str, Any]) -> dict[str, str]:
         some(), {"schedule": "v-cap", "memory_cap": 0.5, "microbatch_costs": "lengths"}
     )
     return out
+
+
+def collectives(case: dict[str, Any]) -> list[str]:
+    """What is said of a loss function that talks to the other rank, first where that one takes the
+    same passes, then where it is of another data replica; and how often it was called."""
+    said, calls = [], list[str]()
+
+    def loss_function(name: str, output: torch.Tensor) -> torch.Tensor:
+        calls.append(name)
+        found = output.detach().sum()
+        dist.all_reduce(found)
+        return found
+
+    def step(name: str) -> Any:
+        return torch.ones(2, requires_grad=True), functools.partial(loss_function, name)
+
+    for ranks in ([0, 1], [dist.get_rank()]):
+        checked = LossFunctions().checked(step, ranks, "--pp-slice-tokens 4")
+        for name in ("first", "second"):
+            output, function = checked(name)
+            try:
+                said.append(str(float(function(output))))
+            except ValueError as error:
+                said.append(str(error))
+                break
+    return [*said, " ".join(calls)]
 
 
 def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:

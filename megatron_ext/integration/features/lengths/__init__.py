@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from ....plan.lengths import CONFLICTS, FLAG, LENGTHS, wanted
 from ....plan.loads import Load, rising, shares_of_loads
 from ....runtime.watchdog import Watchdog
@@ -17,6 +19,9 @@ from ...utils import gather_over
 from . import rules
 from .queue import Queues
 from .read import Sequences, asked, sequences_of
+from .replicas import LossFunctions
+
+_REORDER = "--pp-reorder-microbatches"
 
 
 class Lengths(Feature):
@@ -33,7 +38,7 @@ class Lengths(Feature):
             idle="equal",
         ),
         Flag(
-            "--pp-reorder-microbatches",
+            _REORDER,
             f"with {rules.WHOLE}: let the microbatches of a step run in another order, short "
             "ones at both ends; losses come back in the order given",
             switch=True,
@@ -60,6 +65,7 @@ class Lengths(Feature):
             return ()
         self._run, self._free = run, bool(run.args.pp_reorder_microbatches)
         self._queues = Queues()
+        self._loss_functions = LossFunctions()
         return (self,)
 
     # --- a step ---
@@ -71,7 +77,8 @@ class Lengths(Feature):
         if not step.training:
             return
         count = step.call.iteration.num_microbatches
-        loads = _agreed(self._read(step), step)
+        loads, ranks = _agreed(self._read(step), step)
+        self._keep_replicas_apart(step, ranks)
         units = self._units(loads, step)
         order: Sequence[int] = range(count)
         in_bytes = self._run.request is not None and self._run.request.cap_bytes is not None
@@ -121,6 +128,16 @@ class Lengths(Feature):
         fixed = step.call.shape is not None
         return [_load(one, (length,) * samples if fixed else None) for one in found]
 
+    def _keep_replicas_apart(self, step: Step, ranks: Sequence[int]) -> None:
+        """Other ranks than these may have other slices, or another order, in this step."""
+        iteration, tokens = step.call.iteration, self._run.args.pp_slice_tokens
+        cut = tokens is not None and step.call.shape is None
+        if (self._free or cut) and len(ranks) < dist.get_world_size():
+            flag = f"--pp-slice-tokens {tokens}" if cut else _REORDER
+            iteration.forward_step_func = self._loss_functions.checked(
+                iteration.forward_step_func, ranks, flag
+            )
+
     def _count(self, step: Step) -> int:
         count: int = step.call.iteration.num_microbatches
         return count
@@ -162,17 +179,19 @@ def _load(found: Sequences, fixed: Sequence[int] | None) -> Load:
     return Load(whole.tokens, Load.of(found.lengths).squares) if found.packed else whole
 
 
-def _agreed(mine: list[Load] | str | None, step: Step) -> list[Load]:
-    """The loads of a step. Ranks that run a call together follow one plan, also pipelines that
-    share experts: of each microbatch the largest counts, for which the others wait.
+def _agreed(mine: list[Load] | str | None, step: Step) -> tuple[list[Load], list[int]]:
+    """The loads of a step, and the ranks that have them. Ranks that run a call together follow one
+    plan, also pipelines that share experts: of each microbatch the largest counts, for which the
+    others wait.
 
     Raises:
         ConfigError: on all of these ranks: a rank could not read them, or none has data.
     """
-    every = gather_over(mine, step.call.groups)
-    for one in every:
+    every = gather_over((dist.get_rank(), mine), step.call.groups)
+    for _, one in every:
         if isinstance(one, str):
             raise ConfigError(one)
-    known = [one for one in every if one is not None]
+    known = [one for _, one in every if one is not None]
     rules.DATA.require(known)
-    return [functools.reduce(Load.most, column) for column in zip(*known)]
+    loads = [functools.reduce(Load.most, column) for column in zip(*known)]
+    return loads, [rank for rank, _ in every]

@@ -43,4 +43,10 @@ RETURNED = Rule(
     "the function returned {found} for a microbatch",
     "return one of them",
 )
-RULES = (FREE_ORDER, SINGLE, DATA, NEXT, DRAWN, ENOUGH, KNOWN, RETURNED)
+ALONE = Rule(
+    "{flag} needs a loss function that does not talk to data replicas, whose microbatches have "
+    "other slices, or another order",
+    "it calls {name} over ranks {ranks}",
+    "let the trainer do that with what the step returns, or drop it",
+)
+RULES = (FREE_ORDER, SINGLE, DATA, NEXT, DRAWN, ENOUGH, KNOWN, RETURNED, ALONE)

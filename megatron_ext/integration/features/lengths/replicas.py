@@ -1,0 +1,94 @@
+"""Loss functions of data replicas whose steps have other slices, and another order, each.
+
+A loss function that talks to the other replicas would do so unequally often, and wait for good, or
+about other microbatches. It is tried once before it computes a loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import rules
+
+_MESSAGES = ("c10d", "_c10d_functional")
+
+
+class LossFunctions:
+    """Those that have been tried."""
+
+    def __init__(self) -> None:
+        self._tried = set[Any]()
+
+    def checked(
+        self, step: Callable[..., Any], ranks: Sequence[int], flag: str
+    ) -> Callable[..., Any]:
+        """A forward step whose loss function may talk to ``ranks`` only.
+
+        Args:
+            ranks: that take the same passes as this one.
+            flag: that lets the others take other passes.
+        """
+
+        @functools.wraps(step)
+        def checking(*args: Any, **kwargs: Any) -> Any:
+            output, function = step(*args, **kwargs)
+            code = _code(function)
+            if code in self._tried:
+                return output, function
+
+            @functools.wraps(function)
+            def tried(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                self._tried.add(code)
+                with torch.no_grad(), _Among(ranks, flag):
+                    function(output.detach().clone(), *args, **kwargs)
+                return function(output, *args, **kwargs)
+
+            return output, tried
+
+        return checking
+
+
+class _Among(TorchDispatchMode):
+    """Inside, messages stay among ``ranks``."""
+
+    def __init__(self, ranks: Sequence[int], flag: str) -> None:
+        super().__init__()
+        self._ranks, self._flag = {*ranks}, flag
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Raises:
+        ConfigError: the operation is a message to others.
+        """
+        if func.namespace in _MESSAGES:
+            for ranks in _ranks_of((*args, *(kwargs or {}).values())):
+                name, kept = func.overloadpacket.__name__.strip("_"), self._ranks >= {*ranks}
+                rules.ALONE.require(kept, flag=self._flag, name=name, ranks=ranks)
+        return func(*args, **(kwargs or {}))
+
+
+def _ranks_of(args: Sequence[Any]) -> Iterator[list[int]]:
+    """Of the groups among the arguments of a message."""
+    named = dist.distributed_c10d._world.pg_names
+    names: dict[str, Any] = {name: group for group, name in named.items()}
+    for one in args:
+        if isinstance(one, str) and one in names:
+            yield dist.get_process_group_ranks(names[one])
+        elif isinstance(one, torch.ScriptObject):
+            kind: Any = one
+            if kind._type().name() == "ProcessGroup":
+                yield dist.get_process_group_ranks(dist.ProcessGroup.unbox(one))
+
+
+def _code(function: Any) -> Any:
+    """What a loss function does, without what it is given by the step."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
