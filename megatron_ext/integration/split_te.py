@@ -89,17 +89,21 @@ class SplitStore:
     def __init__(self, module: torch.nn.Module, store: WeightGradStore) -> None:
         self.original = module.wgrad_store
         self._module, self._store = module, store
-        self.name_parameters()
         self._backward_dw = _own_backward_dw(module)
         # Some versions look in here before they pop.
         self.context: queue.Queue[Any] = queue.Queue()
         self._in_weight_pass = False
         self._no_bias_gradient: dict[int, torch.Tensor] = {}
 
-    def name_parameters(self) -> None:
-        """Know the module's weights and biases, of which others may have taken the place."""
-        # Frozen ones too, which may be trained later, and trained ones may be frozen.
-        self._weights, self._biases = (_named(self._module, one) for one in (_WEIGHT, _BIAS))
+    # Others may take their place at any time (adapters, ``load_state_dict(assign=True)``); frozen
+    # ones may be trained later, and trained ones be frozen.
+    @property
+    def _weights(self) -> list[torch.nn.Parameter]:
+        return _named(self._module, _WEIGHT)
+
+    @property
+    def _biases(self) -> list[torch.nn.Parameter]:
+        return _named(self._module, _BIAS)
 
     def detach(self) -> None:
         """Give the module its own store back."""
@@ -216,9 +220,7 @@ def attach(chunk: torch.nn.Module, store: WeightGradStore) -> list[SplitStore]:
     """
     attached = []
     for module in splittable(chunk):
-        if isinstance(module.wgrad_store, SplitStore):
-            module.wgrad_store.name_parameters()
-        else:
+        if not isinstance(module.wgrad_store, SplitStore):
             module.wgrad_store = ours = SplitStore(module, store)  # type: ignore[assignment]
             attached.append(ours)
     return attached

@@ -262,6 +262,34 @@ def test_report_counts_split_and_fused_parameters(te: Any) -> None:
     assert hooked.fused_modules == {"Linear": 128, "LayerNormLinear with hooks": 128}
 
 
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+def test_parameters_that_take_the_place_of_others(te: Any, kind: str) -> None:
+    """Adapters put them there, or ``load_state_dict(assign=True)``, after the first step."""
+    import torch
+
+    from megatron_ext.integration.split_te import attach
+    from megatron_ext.runtime.wgrad import WeightGradStore
+
+    run = _dense if kind == "Linear" else _experts
+    found = []
+    for split in (False, True):
+        torch.manual_seed(1)
+        module = te.Linear(8, 5) if kind == "Linear" else te.GroupedLinear(3, 8, 5)
+        store = WeightGradStore()
+        if split:
+            attach(module, store)
+        for name, parameter in [*module.named_parameters()]:
+            setattr(module, name, torch.nn.Parameter(2 * parameter.detach()))
+        for microbatch in (2, 3):
+            with store.collect(microbatch) if split else contextlib.nullcontext():
+                run(module, microbatch).backward()
+        for microbatch in (2, 3) if split else ():
+            store.run(microbatch)
+        found.append({name: p.grad for name, p in module.named_parameters()})
+    stock, ours = found
+    assert all(torch.equal(ours[name], stock[name]) and stock[name].any() for name in stock)
+
+
 def test_report_counts_frozen_matrices(te: Any) -> None:
     """Their W passes are empty, which an order for equal costs does not know."""
     import torch
