@@ -55,7 +55,10 @@ def _split_linear(original: Any, store: WeightGradStore) -> Any:
     class SplitLinear(original):  # type: ignore[misc]
         """Megatron's linear function; its backward leaves W to the store inside a B pass."""
 
+        # Not traced, and so not in the graph of a compiled layer: which passes run is not known
+        # then. The function runs by itself, between two graphs.
         @staticmethod
+        @torch.compiler.disable
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             # Once: a checkpoint computes saved tensors again, and hands each out a single time.
             ctx = ReadOnce(ctx)
@@ -74,6 +77,7 @@ def _noting_scatter(original: Any, store: WeightGradStore) -> Any:
         """After a row-parallel layer; its backward gathers what such a layer needs in W."""
 
         @staticmethod
+        @torch.compiler.disable
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             result = original.backward(ctx, grad_output)
             if store.collecting and ctx.input_split_sizes is None and ctx.group.size() > 1:

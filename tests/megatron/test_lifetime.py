@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.case_server import Cases, case_results
 
 results = case_results("megatron.cases.lifetime_cases")
@@ -33,6 +35,13 @@ def test_a_function_works_beside_enable(results: Cases) -> None:
         *during, after = rank["puts"]
         assert len(set(during)) == 1 and during[0] > 0 and after == 0
         assert rank["losses"] == 1 and rank["holders"] == []
+
+
+@pytest.mark.matrix  # torch.compile takes seconds
+def test_compiled_layers_leave_weight_gradients_to_w(results: Cases) -> None:
+    for rank in results["compiled"]:
+        eager, compiled = rank["steps"]
+        assert eager == compiled and eager[0] > 0 and rank["graphs"] > 0
 
 
 def test_replicas_with_other_counts_do_not_wait_for_each_other(results: Cases) -> None:

@@ -67,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "given back": {"main": "given_back"},
     "late": {"main": "late"},
     "beside": {"main": "beside"},
+    "compiled": {"main": "compiled"},
     "replicas": {"main": "replicas", "world": 4},
     "unlike": {"main": "unlike", "world": 4},
 }
@@ -329,6 +330,27 @@ def beside(case: dict[str, Any]) -> Any:
     found.append(puts())
     texts = {b"".join(to_bytes(x["lm loss"]) for x in one) for one in losses}
     return {"puts": found, "losses": len(texts), "holders": holders()}
+
+
+def compiled(case: dict[str, Any]) -> Any:
+    """Steps of a model before and after its user compiles one of its layers: what is postponed, and
+    the gradients; and how many graphs were compiled."""
+    import torch._dynamo as dynamo
+
+    puts, found = _counted_puts(), []
+    megatron_ext.enable("zb-h1")
+    initialize()
+    models = build()
+    layer = utils.unwrapped(models[0]).decoder.layers[0].mlp.linear_fc1
+    os.environ.pop("TORCHDYNAMO_DISABLE")  # as ``cpu.install`` has set it, in this rank alone
+    with dynamo.config.patch(disable=False):
+        for number in range(2):
+            if number:
+                layer.compile(backend="aot_eager")
+            step(models)
+            found.append((puts(), [to_bytes(p.main_grad) for p in models[0].parameters()]))
+    megatron_ext.disable()
+    return {"steps": found, "graphs": dynamo.utils.counters["frames"]["ok"]}
 
 
 def models(case: dict[str, Any]) -> Any:
