@@ -157,7 +157,8 @@ class Memory:
         self.device, self.min_bytes, self.ring = device, min_bytes, Ring(device)
         self.engine = Engine(device, HostArena(device.torch_device), "dual")
         self.departures = Departures(self.engine)
-        self.stayed = self.wanted_bytes = self._staying = 0
+        self.stayed = self.wanted_bytes = 0
+        self._staying: dict[int, int] = {}  # by identity of a record: bytes that found no room
         self._planned: int | None = None
 
     def size_host(self, nbytes: int, now: bool) -> None:
@@ -189,14 +190,14 @@ class Memory:
         if record.stays == NO_ROOM:
             sizes = [block.form.end_bytes for block in record.movable()]
             sizes += [piece.numel() for piece in pieces]
-            record.staying_bytes = sum(map(padded, sizes))
+            self._staying[id(record)] = sum(map(padded, sizes))
             self.stayed += 1
-            self._staying += record.staying_bytes
-        self.wanted_bytes = max(self.wanted_bytes, arena.used_bytes + self._staying)
+        staying = sum(list(self._staying.values()))
+        self.wanted_bytes = max(self.wanted_bytes, arena.used_bytes + staying)
 
     def over(self, record: Record) -> None:
         """A chunk is over."""
-        self._staying, record.staying_bytes = self._staying - record.staying_bytes, 0
+        self._staying.pop(id(record), None)
 
     @classmethod
     def on(cls, device: torch.device, **options: Any) -> Memory:
@@ -223,7 +224,6 @@ class Record(ActivationSet):
 
     Attributes:
         used_bytes: of the chunk's slot of the ring ``input``.
-        staying_bytes: of what found no room on the host.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Record(ActivationSet):
         depth: int = DEPTH,
     ) -> None:
         super().__init__(f"MoE chunk {number}", memory.engine, selection)
-        self.used_bytes = self.staying_bytes = 0
+        self.used_bytes = 0
         self._memory, self._strategy = memory, strategy
         self._input_slot, self._inside_slot = number % depth, number % DEPTH
         self._input: Block | None = None
@@ -246,9 +246,8 @@ class Record(ActivationSet):
     def __del__(self) -> None:
         # A graph may be dropped without a backward pass; its place on the host must not be lost.
         self._memory.over(self)
-        if self.on_host:
-            with contextlib.suppress(Exception):
-                self.finish()
+        if self.ticket is not None and self.ticket.slot is not None:
+            self.engine.arena.drop(self.ticket.slot, self.ticket.sent)
 
     # --- forward ---
 

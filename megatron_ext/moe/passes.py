@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -158,6 +158,19 @@ class Call:
             fields += [self.hidden_field, self.probs_field]
         return Row(*fields)
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """For a pass. After an error compute waits for the copies of its chunks, whose slots others
+        will take, and their places on the host are free, whatever still holds the graph."""
+        try:
+            yield
+        except BaseException:
+            records = [state.record for state in self.states]
+            self.states = []
+            for record in filter(None, records):
+                record.finish()
+            raise
+
     def has_work(self, i: int) -> bool:
         """Whether the experts are called: for empty chunks only if they would not be called at
         all, since Megatron gathers parameters when a module is first called, on all ranks."""
@@ -305,9 +318,10 @@ class Forward:
             Step.COMPUTE: self._compute,
             Step.COLLECT: self._collect,
         }
-        for step, i in self._call.plan.operations():
-            if step in steps:
-                steps[step](i)
+        with self._call.running():
+            for step, i in self._call.plan.operations():
+                if step in steps:
+                    steps[step](i)
         return self._out
 
     def _dispatch(self, i: int) -> None:
@@ -391,7 +405,7 @@ class Backward:
             Step.COLLECT: self._collect,
         }
         last, store = self._call.plan.chunks - 1, self._call.region.store
-        with self._postponing:
+        with self._call.running(), self._postponing:
             if store is not None:
                 once = self._store is not None
                 self._postponing.enter_context(store.call() if once else store.suspended())

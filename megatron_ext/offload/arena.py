@@ -8,6 +8,7 @@ ranges.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,8 +129,8 @@ class HostArena:
         self._device, self._expected_sets = device, expected_sets
         self._regions: list[_Region] = []
         self._sealed = False
-        self.used_bytes = 0
-        self.peak_bytes = 0
+        self._used_bytes = self.peak_bytes = 0
+        self._dropped: deque[tuple[Slot, Event | None]] = deque()
         _ARENAS.add(self)
         # Collected with its model, it must not leave freed memory pinned.
         weakref.finalize(self, _unpin, self._regions, device).atexit = False
@@ -140,6 +141,12 @@ class HostArena:
     def capacity_bytes(self) -> int:
         """Bytes allocated (and pinned, for a CUDA device)."""
         return sum(region.memory.numel() for region in self._regions)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all places that are not free."""
+        self._free_dropped()
+        return self._used_bytes
 
     def expect(self, sets: int) -> None:
         """The next growth takes so many times the set that is asked for; peaks start again."""
@@ -155,6 +162,7 @@ class HostArena:
         Raises:
             OffloadConfigError: the arena has to grow and the host lacks the memory.
         """
+        self._free_dropped()
         size = padded(max(nbytes, 1))
         slot = self._first_fit(size)
         if slot is None and not self._sealed:
@@ -162,17 +170,22 @@ class HostArena:
             self._expected_sets = 1
             slot = self._first_fit(size)
         if slot is not None:
-            self.used_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._used_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._used_bytes)
         return slot
 
     def free(self, slot: Slot, read: Event | None = None) -> None:
         """Free a place; copies into it by its next owners come after ``read``."""
         region: _Region = slot.region
-        self.used_bytes -= slot.end - slot.start
+        self._used_bytes -= slot.end - slot.start
         if read is not None:
             region.read.append((slot.start, slot.end, read))
         region.free_list.free(slot.start, slot.end - slot.start)
+
+    def drop(self, slot: Slot, read: Event | None) -> None:
+        """``free`` for finalizers. Garbage is collected in the middle of anything, of ``allocate``
+        and ``free``, too; so the place is free when the next one is asked for."""
+        self._dropped.append((slot, read))
 
     def resize(self, nbytes: int) -> None:
         """Have one piece of at least ``nbytes``, sealed; between steps only.
@@ -195,6 +208,10 @@ class HostArena:
     def close(self) -> None:
         """Unpin and drop the memory; no slot may be used any more."""
         self._drop(self._regions)
+
+    def _free_dropped(self) -> None:
+        while self._dropped:
+            self.free(*self._dropped.popleft())
 
     def _drop(self, regions: Iterable[_Region]) -> None:
         dropped = list(regions)

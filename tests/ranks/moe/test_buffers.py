@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.moe.buffers import Memory, Ring
-from megatron_ext.moe.plan import LayerPlan
+from megatron_ext.moe.buffers import Memory, Record, Ring
+from megatron_ext.moe.plan import LayerPlan, Strategy
 from megatron_ext.moe.region import Region
+from megatron_ext.offload import arena
 from megatron_ext.offload.device import CpuDevice, Direction
+from megatron_ext.offload.saved import Selection
 from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.ranks.moe.regions import (
     RESTORING,
+    Experts,
     batch,
     equal,
     run,
@@ -108,6 +113,107 @@ def test_a_dropped_graph_gives_its_place_on_the_host_back(make: Callable[..., Re
     out = region(hidden.requires_grad_(), probs, chosen, LayerPlan.of(3, "s1"))
     assert region.memory.engine.arena.used_bytes > 0
     del out
+    assert region.memory.engine.arena.used_bytes == 0
+
+
+def _chunk(memory: Memory, nbytes: int) -> Record:
+    """One that has left for the host."""
+    record = Record(memory, 0, Strategy.S1, Selection("cpu"))
+    record.ticket = memory.engine.produced()
+    memory.offload(record, [torch.zeros(nbytes, dtype=torch.uint8)])
+    assert not record.stays
+    return record
+
+
+def test_graphs_may_be_collected_in_the_middle_of_anything() -> None:
+    """A graph goes at the n-th line of what gives out places, for every n, as garbage collection
+    would have it: no place is given out twice, and none is lost."""
+    memory, lines = Memory(CpuDevice(), min_bytes=1), 0
+    memory.size_host(8 * 1024, now=True)
+    while True:
+        first, gap, second, *dropped = (_chunk(memory, 1024) for _ in range(5))
+        del gap
+        left = lines
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            if event == "line" and frame.f_code.co_filename == arena.__file__:
+                left -= 1
+                if left == -1:
+                    dropped.clear()  # noqa: B023
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            third = _chunk(memory, 512)
+            first.finish()
+            fourth = _chunk(memory, 2048)
+        finally:
+            sys.settrace(before)
+        slots = [one.ticket.slot for one in (second, third, fourth) if one.ticket is not None]
+        ranges = sorted((slot.start, slot.end) for slot in slots if slot is not None)
+        assert len(ranges) == 3 and all(a[1] <= b[0] for a, b in pairwise(ranges)), lines
+        del first, second, third, fourth, slots
+        if left >= 0:
+            break
+        assert not dropped and memory.engine.arena.used_bytes == 0
+        whole = memory.engine.arena.allocate(8 * 1024)
+        assert whole is not None, lines
+        memory.engine.arena.free(whole)
+        lines += 1
+    assert lines > 20
+    memory.close()
+
+
+class _Failing(torch.autograd.Function):
+    """Fails in the first backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+
+class _FailingExperts(Experts):
+    def forward(self, x: Any, counts: Any, probs: Any) -> Any:
+        return super().forward(_Failing.apply(x), counts, probs)
+
+
+class _Unfinished(FaultyDevice):
+    """The host sees no copy end, and notes for which ones compute waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Any] = []
+        self.awaited: set[Any] = set()
+
+    def copy(self, *given: Any) -> Any:
+        event: Any = super().copy(*given)
+        event.query = lambda: False
+        self.copies.append(event)
+        return event
+
+    def wait(self, event: Any) -> None:
+        self.awaited.add(event)
+        super().wait(event)
+
+
+@pytest.mark.parametrize("strategy", ["s1", "s2", "s3"])
+def test_an_error_in_backward_leaves_no_copy_under_way(
+    make: Callable[..., Region], strategy: str
+) -> None:
+    """What the chunks behind the one that fails were to use is on its way to slots that the next
+    pass takes: compute waits for all of it, also where somebody keeps the error."""
+    device = _Unfinished()
+    region = make(Memory(device, min_bytes=1), module=_FailingExperts())
+    with pytest.raises(RuntimeError, match="out of memory") as kept:
+        run(region, 5, strategy)
+    back = device.copies[5:]
+    assert kept and len(back) >= 2 and device.awaited >= set(back)
     assert region.memory.engine.arena.used_bytes == 0
 
 
