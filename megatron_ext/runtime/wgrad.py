@@ -22,9 +22,16 @@ Task = Callable[..., None]
 Rows = Sequence[Any]  # tensors, lists of them, Sharded
 
 
+class _Part(NamedTuple):
+    """Rows, and how often their tensors had been written to when B postponed the work on them."""
+
+    rows: Rows
+    versions: Sequence[int]
+
+
 class _Work(NamedTuple):
     task: Task | None  # None: it has run
-    rows: list[Rows]  # what it is called with; of several parts, joined
+    rows: list[_Part]  # what it is called with, joined
     parameters: tuple[Any, ...]
     done: Callable[[Any], None] | None
     after: Task | None
@@ -219,14 +226,14 @@ class WeightGradStore:
         if self._collecting is None:
             raise RuntimeError("a weight gradient can be postponed only inside a B pass")
         early = after is not None and self._parts is None
-        parameters = (parameter, *others)
+        parameters, part = (parameter, *others), _Part(rows, _versions(rows))
         if self._parts is not None:
             key, joins = tuple(map(id, parameters)), _can_join(rows)
             if joins and key in self._parts:
-                self._parts[key].rows.insert(0, rows)
+                self._parts[key].rows.insert(0, part)
                 return
             task = functools.partial(_next_part, task, parameters)
-        work = _Work(task, [rows], parameters, done, after, sharded, early)
+        work = _Work(task, [part], parameters, done, after, sharded, early)
         if self._parts is not None and joins:
             self._parts[key] = work
         self._collecting.append(work)
@@ -271,7 +278,8 @@ class WeightGradStore:
             finish: call each parameter's ``done``.
 
         Raises:
-            RuntimeError: ``key`` has no postponed work: its B has not run, or its W ran already.
+            RuntimeError: ``key`` has no postponed work: its B has not run, or its W ran already; or
+                a tensor that W needs was written in place behind its layer's B.
         """
         try:
             queue = self._work.pop(key)
@@ -356,8 +364,8 @@ def _of_all(passes: Iterable[Sequence[_Work]]) -> list[_Work]:
 def _merged(group: Sequence[_Work]) -> Sequence[_Work]:
     """Work for the same parameters, the last rows first: one task if rows can be joined."""
     *_, first = group
-    if all(work.task is not None and all(map(_can_join, work.rows)) for work in group):
-        return [first._replace(rows=[rows for work in reversed(group) for rows in work.rows])]
+    if all(work.task is not None and all(_can_join(p.rows) for p in work.rows) for work in group):
+        return [first._replace(rows=[part for work in reversed(group) for part in work.rows])]
     return [
         work
         if work.task is None
@@ -367,16 +375,39 @@ def _merged(group: Sequence[_Work]) -> Sequence[_Work]:
 
 
 def _can_join(rows: Rows) -> bool:
-    every = [x for one in rows for x in (one if isinstance(one, list | tuple) else [one])]
+    every = _flat(rows)
     return bool(every) and all(type(one) is torch.Tensor for one in every)
 
 
-def _joined(parts: list[Rows]) -> Rows:
-    """The rows of several parts behind each other, and of each weight's apart."""
+def _flat(rows: Rows) -> list[Any]:
+    return [x for one in rows for x in (one if isinstance(one, list | tuple) else [one])]
+
+
+def _versions(rows: Rows) -> list[int]:
+    shards = (one.shard if isinstance(one, Sharded) else one for one in _flat(rows))
+    return [t._version if type(t) is torch.Tensor and not t.is_inference() else 0 for t in shards]
+
+
+def _joined(parts: list[_Part]) -> Rows:
+    """The rows of several parts behind each other, and of each weight's apart.
+
+    Raises:
+        RuntimeError: one was written in place after its layer's B, which stock allows: a function
+            may reuse what it saved, or its gradient, when it is the last that needs it.
+    """
+    for rows, versions in parts:
+        if versions != _versions(rows):
+            raise RuntimeError(
+                "the input or output gradient of a linear layer was written in place between its B "
+                "and its W, so its weight gradient would be wrong: tensors of shapes "
+                f"{[tuple(getattr(x, 'shape', ())) for x in _flat(rows)]}; the backward pass "
+                "of a function beside it must not write into what it saved or was given, or the "
+                "schedule must have no W passes"
+            )
     if len(parts) == 1:
-        return parts.pop()
+        return parts.pop().rows
     joined: list[Any] = []
-    for column in zip(*parts):
+    for column in zip(*(part.rows for part in parts)):
         if isinstance(column[0], list | tuple):
             joined.append([torch.cat(one) for one in zip(*column)])
         else:

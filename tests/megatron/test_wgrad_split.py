@@ -396,6 +396,47 @@ def test_saved_tensor_hooks_of_the_user(
     assert len(ours.ready) == len(stock.ready) == (0 if bare else 3)
 
 
+@pytest.mark.parametrize("reused", ["saved", "given"])
+def test_what_is_written_in_place_between_b_and_w_is_an_error(
+    toy: Callable[..., Any], reused: str
+) -> None:
+    """A function may reuse what it saved, or its gradient, behind the layer that needs the same:
+    W would read other numbers than stock's backward pass."""
+    import torch
+
+    class Reusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (y,) = ctx.saved_tensors
+            return y.mul_(grad) if reused == "saved" else grad.mul_(y)
+
+    def loss(one: Any) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 96).view(12, 1, 8).requires_grad_()
+        y = Reusing.apply(x)
+        group = types.SimpleNamespace(size=lambda: 1)
+        if reused == "saved":
+            arguments = (y, one.weight, None, False, False, False, None, 0, group)
+            return one.linear.apply(*arguments, *one._rest()).square().sum()
+        weight = one.weight[:8].detach().requires_grad_()
+        arguments = (x, weight, None, False, False, False, None, 0, group)
+        return (one.linear.apply(*arguments, *one._rest()) + y).sin().sum()
+
+    ours = toy(True, False, bare=True)
+    with ours.store.collect(0):
+        loss(ours).backward()
+    with pytest.raises(RuntimeError, match="written in place between its B and its W"):
+        ours.store.run(0)
+    with ours.store.collect(1):
+        ours.strided(0).backward()
+    ours.store.run(1)
+
+
 def test_b_and_w_are_as_precise_as_autocast_made_f(
     toy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
