@@ -17,6 +17,7 @@ from ..plan.result import Result, sizes_of
 from ..plan.search import Search
 from ..plan.space import SearchSpace
 from ..plan.stock import allows, named, of_stock
+from ..schedule import ScheduleSpec
 from . import plan_space
 from .plan_given import Given, jobs
 from .plan_report import point_json
@@ -122,13 +123,12 @@ def _yours(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu, own: Given
         job = space.job
         if space.pp < 2:
             return without_pipeline(space, job)
-        split, count = space.even(job, space.pp * own.chunks), job.microbatches()
+        placement = ScheduleSpec(own.schedule, space.pp, 1, own.chunks).placement
+        split, count = space.even(job, placement), job.microbatches()
         if split is None:
-            # With virtual stages Megatron counts layers of the first and last rank in its own way.
-            end = ", so Megatron does not start with them" if own.chunks == 1 else ""
             return (
-                f"your flags do not divide {job.num_layers} layers over "
-                f"{space.pp * own.chunks} stages ({space.pp} ranks x {own.chunks}){end}"
+                f"your flags do not divide {job.num_layers} layers over {placement.num_stages} "
+                f"stages ({space.pp} ranks x {own.chunks}), so Megatron does not start with them"
             )
         if own.schedule == "interleaved" and count % space.pp:
             return f"{count} microbatches are no multiple of the {space.pp} ranks of interleaving"

@@ -51,9 +51,13 @@ class Given:
         if chunks.isdigit() and int(chunks):
             count = int(chunks)
         elif each.isdigit() and int(each):
-            count = layers // (pp * int(each)) or 1
+            ends = sum(bool(given.get(name)) for name in UNEVEN[2:])  # count as layers
+            count = (layers + ends) // (pp * int(each)) or 1
         elif "|" in (layout := str(given.get(_LAYOUT) or "")) and pp > 1:
             count = _stages(layout, layers) // pp or 1
+        elif given.get("hybrid_layer_pattern"):
+            main, *_ = given["hybrid_layer_pattern"].split("/")
+            count = (main.count("|") + 1) // pp or 1
         overlap = Overlap(
             bool(given.get("overlap_grad_reduce")), bool(given.get("overlap_param_gather"))
         )

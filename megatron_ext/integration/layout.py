@@ -121,8 +121,11 @@ def vee_layout_text(args: MegatronArgs, pp: int) -> str:
     return "|".join(texts)
 
 
-def layer_counts(args: MegatronArgs, stages: int) -> list[int]:
+def layer_counts(args: MegatronArgs, stages: int, *, loop: bool = False) -> list[int]:
     """Layers of each of ``stages`` stages, in model order, as Megatron's flags say.
+
+    Args:
+        loop: these are placed as Megatron does, several on a rank.
 
     Raises:
         ConfigError: the layers do not fit the stages.
@@ -133,15 +136,16 @@ def layer_counts(args: MegatronArgs, stages: int) -> list[int]:
     given = args.pipeline_model_parallel_layout
     given = getattr(given, "input_data", given)  # Megatron's validation makes an object of it
     if given is None:
-        return _counts(args, stages)
+        chunks = stages // args.pipeline_model_parallel_size if loop else 1
+        return _counts(args, stages, chunks)
     parsed = _parsed(given)
     kept, found = len(parsed) == stages, len(parsed)
     STAGES.require(kept, stages=stages, flag=_LAYOUT, text=given, found=found, example="")
     return [sum(layer.name == "decoder" for layer in stage) for stage in parsed]
 
 
-def _counts(args: MegatronArgs, stages: int) -> list[int]:
-    """Transformer layers of each stage."""
+def _counts(args: MegatronArgs, stages: int, chunks: int = 1) -> list[int]:
+    """Transformer layers of each stage; ``chunks`` as ``spread``."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     taken = (
         int(bool(args.account_for_embedding_in_pipeline_split)),
@@ -149,7 +153,7 @@ def _counts(args: MegatronArgs, stages: int) -> list[int]:
     )
     both = any(taken) and (first is not None or last is not None)
     ONE_WAY.require(not both)
-    counts = spread(args.num_layers or 0, stages, first, last, taken)
+    counts = spread(args.num_layers or 0, stages, first, last, taken, chunks)
     if counts is None:
         middle = (args.num_layers or 0) + sum(taken) - (first or 0) - (last or 0)
         even = stages - (first is not None) - (last is not None)

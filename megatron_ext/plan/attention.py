@@ -81,20 +81,21 @@ def attention(job: Job, *, window: int | None = None) -> Part:
     gate = q if job.attention_output_gate else 0
     before = norm(job, "attention", fused=True, offload="attn_norm")
     bias = job.add_bias_linear or job.add_qkv_bias
-    qkv = column(
-        job, "input of queries, keys, values", h, q + 2 * k + gate, bias=bias, input=before.input
-    )
-    width = 2 * k
+    # With fewer groups than ranks each computes a part of them, and gets the rest from the others.
+    width = q + 2 * (job.num_query_groups * job.kv_channels) // tp + gate
+    qkv = column(job, "input of queries, keys, values", h, width, bias=bias, input=before.input)
+    repeated = 2 * k
     if not job.flash_attention and not job.recomputes("core_attn"):
-        width = 2 * q  # keys and values are repeated for every query head first
-    kept: Pieces = [SavedTensor("queries, keys, values", e * t * (q + width)), *scores(job)]
+        repeated = 2 * q  # keys and values are repeated for every query head first
+    kept: Pieces = [SavedTensor("queries, keys, values", e * t * (q + repeated)), *scores(job)]
     parameters = before.parameters
-    if job.qk_layernorm:
-        numbers = 2 if job.normalization == "LayerNorm" else 1
-        rows = t * (job.num_attention_heads + job.num_query_groups) // tp
+    own = job.qk_layernorm and not job.qk_l2_norm  # which wins, and has no parameters
+    if job.qk_layernorm or job.qk_l2_norm:
+        numbers = 2 if own and job.normalization == "LayerNorm" else 1
+        rows = t * (q + k) // job.kv_channels
         inputs = e * t * (q + k) + FP32 * numbers * rows
         kept.append(SavedTensor("inputs of query and key norms", inputs))
-        parameters += 2 * norm_parameters(job, job.kv_channels)
+        parameters += 2 * norm_parameters(job, job.kv_channels) if own else 0
     if gate:
         # The gate, and what it is multiplied with.
         kept.append(SavedTensor("output gate and attention's own output", 2 * e * t * gate))
@@ -102,6 +103,9 @@ def attention(job: Job, *, window: int | None = None) -> Part:
     rope = 2 * e * t * (q + 2 * k)
     work = Work(moved=rope, moved_back=rope, kernels=2).plus(core).plus(exchange(job))
     work = work.plus(waits(job, ATTENTION, "attn"))
+    if job.num_query_groups < tp:
+        # An all-gather in F, a reduce-scatter in B.
+        work = work.plus(Work(tensor_bytes=e * t * width * (tp - 1), collectives=1))
     return Part(
         (
             before.saved,

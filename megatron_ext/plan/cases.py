@@ -133,7 +133,7 @@ class _Forms:
             for spec in space.specs()
             if spec.placement.is_vee() == vee
         }.values():
-            split = space.even(job, placement.num_stages)
+            split = space.even(job, placement)
             if split is None:
                 continue
             times = [sum(row) for row in self.least(split)]

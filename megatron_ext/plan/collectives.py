@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .gpu import Gpu
 from .memory import StageBytes
 from .model import Job
-from .parameters import Count, StateBytes
+from .parameters import Count, StateBytes, gathered_bytes
 from .times import MESSAGE_S
 
 ATTENTION = "*w+"  # kinds of layers whose keys and values context-parallel ranks exchange
@@ -89,19 +89,26 @@ class Links:
         wide = (job.grads_in_fp32 or job.params_dtype == "fp32") and not job.grad_reduce_in_bf16
         gradient = 4 if wide else job.element_bytes
         sharded = job.use_distributed_optimizer or job.optimizer == "dist_muon"
-        tp, each = job.tensor_model_parallel_size, job.element_bytes
+        # Every instance has all states: shards are reduced once more over the instances.
+        instances = job.num_distributed_optimizer_instances if sharded else 1
+        ranks, stride = (
+            job.data_parallel_size * job.context_parallel_size,
+            job.tensor_model_parallel_size,
+        )
+        of_experts = job.expert_model_parallel_size * job.expert_tensor_parallel_size
         shared = (
-            (count.dense + count.other, job.data_parallel_size * job.context_parallel_size, tp),
-            (
-                count.expert,
-                job.expert_data_parallel_size,
-                job.expert_model_parallel_size * job.expert_tensor_parallel_size,
-            ),
+            (Count(count.dense, other=count.other), ranks, stride),
+            (Count(expert=count.expert), job.expert_data_parallel_size, of_experts),
         )
         gradients = parameters = 0.0
-        for number, ranks, stride in shared:
-            gradients += self.ring(number * gradient, ranks, stride) * (1 if sharded else 2)
-            parameters += self.ring(number * each, ranks, stride) if sharded else 0.0
+        for part, ranks, stride in shared:
+            if not part.total:
+                continue
+            own = max(1, ranks // instances)
+            size = part.total * gradient
+            gradients += self.ring(size, own, stride) * (1 if sharded else 2)
+            gradients += 2 * self.ring(size / own, instances, stride * own)
+            parameters += self.ring(gathered_bytes(job, part), own, stride) if sharded else 0.0
         return gradients, parameters
 
     def context(self, job: Job) -> tuple[float, float]:

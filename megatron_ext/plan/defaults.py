@@ -149,6 +149,9 @@ def _recompute(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("recompute_activations"):
         granularity = "selective"
     modules = given.get("recompute_modules")
+    if given.get("moe_layer_recompute"):  # the older name of a module
+        granularity = granularity or "selective"
+        modules = [*(modules or ["core_attn"]), "moe"]
     if granularity == "selective" and modules is None:
         modules = ["core_attn"]
     offloaded = given.get("offload_modules") or ()

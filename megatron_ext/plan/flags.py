@@ -44,7 +44,7 @@ FLAGS: dict[str, Any] = {
     "--use-flash-attn": bool,
     "--transformer-impl": str,
     "--moe-layer-freq": str,
-    "--moe-token-dispatcher-type": str,
+    "--moe-layer-recompute": bool,
     "--mtp-num-layers": int,
     "--hybrid-layer-pattern": str,
     "--hybrid-override-pattern": str,

@@ -81,7 +81,7 @@ def even_split(layers: int, stages: int) -> Split | None:
     return None if layers % stages else Split((layers // stages,) * stages, even=True)
 
 
-def _spread(job: Job, stages: int) -> Split | None:
+def _spread(job: Job, stages: int, chunks: int) -> Split | None:
     """Megatron's own split: evenly, but for what the job's flags say of both ends."""
     counts = spread(
         job.num_layers,
@@ -92,6 +92,7 @@ def _spread(job: Job, stages: int) -> Split | None:
             int(job.account_for_embedding_in_pipeline_split),
             int(job.account_for_loss_in_pipeline_split),
         ),
+        chunks,
     )
     return None if counts is None else Split(tuple(counts), even=True)
 
@@ -102,13 +103,21 @@ def spread(
     first: int | None = None,
     last: int | None = None,
     taken: tuple[int, int] = (0, 0),
+    chunks: int = 1,
 ) -> list[int] | None:
     """Layers of each stage, evenly but for the first and the last; None if that cannot be.
 
     Args:
         first, last: layers of the first and the last stage; None: as the others.
         taken: 1 where the embedding, and where the loss, counts as a layer.
+        chunks: of a rank in Megatron's own placement, where first and last are all chunks of a
+            rank, in equal parts; 1 where stages are placed as a V.
     """
+    if chunks > 1 and (first, last) != (None, None):
+        ranks = spread(layers, stages // chunks, first, last, taken)
+        if ranks is None or any(count % chunks for count in ranks):
+            return None
+        return [count // chunks for count in ranks] * chunks
     middle = layers + sum(taken) - (first or 0) - (last or 0)
     even = stages - (first is not None) - (last is not None)
     each, rest = divmod(middle, even) if even else (0, middle)
@@ -168,8 +177,11 @@ def read_layout(text: str, layers: int) -> Split:
     return Split(counts, predicts=where)
 
 
-def split_of(job: Job, stages: int) -> Split | None:
+def split_of(job: Job, stages: int, chunks: int = 1) -> Split | None:
     """The split that the job's own flags ask for with so many stages; None if it has none.
+
+    Args:
+        chunks: as ``spread``.
 
     Raises:
         PlanError: as ``read_layout``.
@@ -177,6 +189,6 @@ def split_of(job: Job, stages: int) -> Split | None:
     if job.segments is not None:
         return Split(job.segments) if len(job.segments) == stages else None
     if job.layout is None:
-        return _spread(job, stages)
+        return _spread(job, stages, chunks)
     split = read_layout(job.layout, job.num_layers)
     return split if len(split.counts) == stages else None

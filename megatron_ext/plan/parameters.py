@@ -126,6 +126,24 @@ def stage_parameters(job: Job, stage: Stage) -> Count:
     return total
 
 
+def gathered_bytes(job: Job, count: Count) -> int:
+    """What data-parallel ranks gather of ``count`` parameters once an iteration: matrices as they
+    are quantized with ``--fp8-param-gather`` (or fp4), but MXFP8's in 16 bits."""
+    recipe = job.quantization
+    if recipe is None or not job.quantized_parameters or job.recipe == "mxfp8":
+        return job.element_bytes * count.total
+    return (count.dense + count.expert) * recipe.bits // 8 + job.element_bytes * count.other
+
+
+def _keeps_lower_halves(job: Job) -> bool:
+    """True if the optimizer takes a bf16 parameter for the upper half of the fp32 one, and stores
+    the lower half alone: under FP8 recipes other than the delayed one Megatron keeps all of it
+    (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``)."""
+    precise = job.use_precision_aware_optimizer and job.params_dtype == "bf16"
+    whole = job.recipe in ("tensorwise", "blockwise", "mxfp8") and not job.optimizer_cpu_offload
+    return precise and not whole
+
+
 def state_bytes(job: Job, count: Count) -> StateBytes:
     """What stays on the device for ``count`` parameters: the parameters, gradients, optimizer.
 
@@ -152,8 +170,8 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
         if job.quantized_parameters:
             parameters += (1 - copies) * job.quantization.bytes(matrices) - size * matrices
     main = 0 if job.params_dtype == "fp32" else _BYTES[job.main_params_dtype]
-    if job.use_precision_aware_optimizer and job.params_dtype == "bf16" and main == 4:
-        main = 2  # a bf16 parameter is the upper half of the fp32 one; the lower half is stored
+    if main == 4 and _keeps_lower_halves(job):
+        main = 2
     moments = _BYTES[job.exp_avg_dtype] + _BYTES[job.exp_avg_sq_dtype]
     if job.optimizer == "sgd":
         moments = 4 if job.sgd_momentum else 0

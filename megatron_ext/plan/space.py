@@ -166,7 +166,7 @@ class SearchSpace:
     def splits(self, job: Job, order: Schedule, peaks: Sequence[int]) -> list[Split]:
         """Megatron's own, and balanced ones that differ, for an order with these peaks, in sets."""
         placement = order.placement
-        found = [self.even(job, placement.num_stages)]
+        found = [self.even(job, placement)]
         # With a sharded vocabulary equal stages are balanced in time, but not in bytes.
         if found[0] is None or not job.vocab_parallel:
             found.append(self.balanced_in_time(job, placement))
@@ -177,9 +177,9 @@ class SearchSpace:
                 splits.setdefault(split.counts, split)
         return list(splits.values())
 
-    def even(self, job: Job, stages: int) -> Split | None:
+    def even(self, job: Job, placement: Placement) -> Split | None:
         """The split of Megatron's flags, or its own even one; None if there is none."""
-        return split_of(job, stages)
+        return split_of(job, placement.num_stages, placement.looped)
 
     def balanced_in_time(self, job: Job, placement: Placement) -> Split | None:
         """The split that evens out the ranks' work; None if it has to stay or cannot be."""

@@ -89,6 +89,11 @@ class Placement:
         """True if this is Megatron's own placement."""
         return self == Placement.loop(self.pp, self.chunks)
 
+    @property
+    def looped(self) -> int:
+        """Chunks of a rank in Megatron's own placement; 1 in another one."""
+        return self.chunks if self.is_loop() else 1
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Placement) and self.stages == other.stages
 

@@ -6,15 +6,28 @@ import pytest
 
 from megatron_ext.plan.activations import stage_set
 from megatron_ext.plan.flags import job_of, read
-from megatron_ext.plan.layout import Stage, read_layout
+from megatron_ext.plan.layout import Stage, read_layout, split_of
 from megatron_ext.plan.parameters import (
+    Count,
     embedding_parameters,
     layer_parameters,
     output_parameters,
     prediction_parameters,
+    stage_parameters,
+    state_bytes,
 )
+from megatron_ext.schedule import Placement
 from tests.support.checkouts import result
-from tests.unit.plan.shapes import FLAGS_ALONE, LAYOUTS, RECURRENT, SHAPES, tokens
+from tests.unit.plan.shapes import (
+    BASE,
+    DIVIDED,
+    EIGHT_BITS,
+    FLAGS_ALONE,
+    LAYOUTS,
+    RECURRENT,
+    SHAPES,
+    tokens,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +57,9 @@ def of_cpu(shape):
     if this.normalization == "RMSNorm":
         # torch's RMSNorm consists of several operations, and the last one keeps its input.
         extra += (2 * this.num_layers + 1) * 4 * t * h
+    if this.qk_l2_norm:
+        # In fp32, where torch.compile keeps the input.
+        extra += this.num_layers * 2 * t * (this.query_width + this.key_width)
     if this.position_embedding_type == "rope":
         # cos and sin as every layer computes them; fused kernels take the shared table.
         layers = this.num_layers + len(this.mtp_layers)
@@ -70,6 +86,30 @@ def test_parameters_are_exact(measured, shape):
 def test_parameters_of_recurrent_layers(measured, shape):
     """Mamba and gated delta nets: Megatron's modules without their kernels' packages."""
     assert measured[shape] == layer_parameters(job(shape), 0).total
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_parameters_of_every_stage(measured, name):
+    words = f"{BASE} {DIVIDED[name]}".split()
+    this, chunks = job_of(read(words)[0]), int(words[-1])
+    placement = Placement.loop(this.pipeline_model_parallel_size, chunks)
+    stages = split_of(this, placement.num_stages, placement.looped).stages
+    assert [stage_parameters(this, one).total for one in stages] == measured["stages"][name]
+
+
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
+def test_bytes_of_a_precision_aware_optimizer(measured, recipe):
+    """Of a parameter: the lower half of the fp32 one, or all of it; and two moments in 16 bits."""
+    line = (
+        f"{BASE} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer --fp8-format "
+    )
+    line += f"hybrid --fp8-recipe {recipe} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    for words, halves in zip(
+        (line, f"{line} --optimizer-cpu-offload --optimizer-offload-fraction 0"),
+        measured["remainders"][recipe],
+    ):
+        states = state_bytes(job_of(read(words.split())[0]), Count(1000))
+        assert states.optimizer == 1000 * ((2 if halves else 4) + 4)
 
 
 # Without them: a query norm's input is a view there of all queries, keys and values together.

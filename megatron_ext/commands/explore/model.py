@@ -101,7 +101,7 @@ class Model:
             PlanError: the layers do not divide.
         """
         job = self.job.with_(pipeline_model_parallel_size=placement.pp)
-        split = split_of(job, placement.num_stages)
+        split = split_of(job, placement.num_stages, placement.looped)
         if split is None:
             raise PlanError(f"{job.num_layers} layers do not divide into {placement.num_stages}")
         return self._space(placement.pp).workload(job, args.microbatches, split)

@@ -11,6 +11,7 @@ that the weight-gradient store holds between B and W. And layouts as Megatron re
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -31,6 +32,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
@@ -40,6 +42,7 @@ from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.integration import split_local as wgrad
 from megatron_ext.integration.features import recompute
@@ -50,7 +53,16 @@ from megatron_ext.plan.model import Job
 from megatron_ext.runtime.sharded import Sharded
 from megatron_ext.runtime.wgrad import WeightGradStore
 from tests.megatron.cases import recurrent_layers
-from tests.unit.plan.shapes import FLAGS_ALONE, LAYOUTS, RECURRENT, SHAPES, tokens
+from tests.unit.plan.shapes import (
+    BASE,
+    DIVIDED,
+    EIGHT_BITS,
+    FLAGS_ALONE,
+    LAYOUTS,
+    RECURRENT,
+    SHAPES,
+    tokens,
+)
 
 
 def config_of(job: Job) -> TransformerConfig:
@@ -71,6 +83,7 @@ def config_of(job: Job) -> TransformerConfig:
         "add_bias_linear": job.add_bias_linear,
         "add_qkv_bias": job.add_qkv_bias,
         "qk_layernorm": job.qk_layernorm,
+        "qk_l2_norm": job.qk_l2_norm,
         "hidden_dropout": job.hidden_dropout,
         "attention_dropout": job.attention_dropout,
         "attention_softmax_in_fp32": job.attention_softmax_in_fp32,
@@ -139,6 +152,7 @@ def model_of(job: Job) -> GPTModel:
             qk_layernorm=job.qk_layernorm,
             normalization=job.normalization,
             multi_latent_attention=job.multi_latent_attention,
+            qk_l2_norm=job.qk_l2_norm,
         )
     if job.multi_latent_attention:
         for layer in getattr(spec, "layer_specs", [spec]):
@@ -231,6 +245,52 @@ def waiting_bytes(store: WeightGradStore, own: set[int]) -> int:
     return sum(seen.values())
 
 
+def of_stages(line: str) -> list[int]:
+    """Parameters of every stage, in model order, of a model that is divided over ranks, whose
+    messages no one sends: it is built on the meta device."""
+    job = job_of(read(line.split())[0])
+    tp, pp = job.tensor_model_parallel_size, job.pipeline_model_parallel_size
+    chunks = int(line.split("--chunks ")[1])
+    config = config_of(job)
+    config.tensor_model_parallel_size, config.pipeline_model_parallel_size = tp, pp
+    config.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    config.num_layers_in_first_pipeline_stage = job.decoder_first_pipeline_num_layers
+    config.num_layers_in_last_pipeline_stage = job.decoder_last_pipeline_num_layers
+    found = {}
+    for rank in range(pp):
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank * tp, world_size=pp * tp, store=FakeStore())
+        parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+        for chunk in range(chunks):
+            stage = chunk * pp + rank
+            with torch.device("meta"):
+                model = GPTModel(
+                    config,
+                    get_gpt_layer_local_spec(normalization=job.normalization),
+                    job.padded_vocab_size,
+                    job.max_position_embeddings,
+                    pre_process=stage == 0,
+                    post_process=stage == pp * chunks - 1,
+                    share_embeddings_and_output_weights=False,
+                    position_embedding_type=job.position_embedding_type,
+                    vp_stage=chunk if chunks > 1 else None,
+                )
+            found[stage] = sum(p.numel() for p in model.parameters())
+    return [found[stage] for stage in sorted(found)]
+
+
+def keeps_lower_halves(recipe: str, offload: bool) -> bool:
+    """True if Megatron's precision-aware optimizer has no fp32 parameters of its own."""
+    config = OptimizerConfig(bf16=True, use_distributed_optimizer=True)
+    config.optimizer_cpu_offload, config.fp8_recipe = offload, recipe
+    config.use_precision_aware_optimizer = True
+    with contextlib.suppress(RuntimeError):  # for want of Transformer Engine, once it has decided
+        config.__post_init__()
+    found: bool = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    return found
+
+
 def layers_of(text: str) -> list[int]:
     """Layers of every stage, as Megatron reads a layout; it raises if it would refuse it."""
     stages = PipelineParallelLayerLayout.parse_str_to_list(text)
@@ -266,9 +326,11 @@ def main() -> None:
         job = job_of(read(tokens(name))[0])
         found[name] = recurrent_layers.parameters(job, config_of(job))
     found["layouts"] = {text: layers_of(text) for text in LAYOUTS}
+    found["remainders"] = {r: [keeps_lower_halves(r, o) for o in (False, True)] for r in EIGHT_BITS}
     if importlib.util.find_spec("megatron.training") is not None:
         names = SHAPES | RECURRENT | FLAGS_ALONE
         found["arguments"] = {name: from_megatrons_arguments(name) for name in names}
+    found["stages"] = {name: of_stages(f"{BASE} {line}") for name, line in DIVIDED.items()}
     print("RESULT " + json.dumps(found))
 
 

@@ -32,6 +32,7 @@ SHAPES = {
     "llama bf16": LLAMA + " --bf16",
     "rms norm": LLAMA + " --normalization RMSNorm",
     "query norms": LLAMA + " --qk-layernorm",
+    "l2 norms": LLAMA + " --qk-l2-norm --bf16",
     "squared relu": "--squared-relu --disable-bias-linear --add-qkv-bias",
     "wide heads": "--kv-channels 64",
     "experts": EXPERTS + " --ffn-hidden-size 256",
@@ -96,3 +97,14 @@ FLAGS_ALONE = {
     "hybrid": "--hybrid-layer-pattern M*|-E/M- --num-experts 4 --position-embedding-type rope",
     "fused loss": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
 }
+
+# Models on several ranks; --chunks is the tests' own: model chunks a rank, which plan searches.
+_UNTIED = f"{LLAMA} --untie-embeddings-and-output-weights"
+DIVIDED = {
+    "a key for two ranks": f"{_UNTIED} --tensor-model-parallel-size 4 --chunks 1",
+    "uneven ends": f"{_UNTIED} --num-layers 8 --pipeline-model-parallel-size 4 "
+    "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3 --chunks 1",
+    "uneven ends in chunks": f"{_UNTIED} --num-layers 16 --pipeline-model-parallel-size 4 "
+    "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2 --chunks 2",
+}
+EIGHT_BITS = ("delayed", "tensorwise", "blockwise", "mxfp8")

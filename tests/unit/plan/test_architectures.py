@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from megatron_ext import cli
+from megatron_ext.commands.plan_given import Given
 from megatron_ext.plan.activations import stage_set, sums
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.kinds import layer
@@ -234,3 +236,37 @@ def test_a_hybrid_plan_is_a_pattern(capsys):
 def test_what_cannot_be_planned_is_refused(flags, words):
     with pytest.raises(PlanError, match=words):
         job(DENSE + flags)
+
+
+SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
+
+
+def test_the_older_name_of_recomputed_experts():
+    new, old = (
+        job(f"{SMALL} --num-experts 4 {more}")
+        for more in (
+            "--recompute-granularity selective --recompute-modules core_attn moe",
+            "--moe-layer-recompute",
+        )
+    )
+    assert new == old and new.recompute_modules == ("core_attn", "moe")
+
+
+@pytest.mark.parametrize(
+    ("more", "chunks"),
+    [
+        ("--num-layers 14 --num-layers-per-virtual-pipeline-stage 2", 1),
+        (
+            "--num-layers 14 --num-layers-per-virtual-pipeline-stage 2 "
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            2,
+        ),
+        ("--hybrid-layer-pattern M-|M-|*-|M-|M-|M-|*-|M-", 2),
+        ("--hybrid-layer-pattern M-M-*-M-/*-", 1),
+    ],
+)
+def test_chunks_of_the_users_own_pipeline(more, chunks):
+    line = f"{SMALL} --pipeline-model-parallel-size 4 {more}"
+    args = Namespace(from_args=Namespace(flags=line.split()), grid=None)
+    own = Given.of(args, read(line.split())[0])
+    assert (own.chunks, own.schedule) == (chunks, "interleaved" if chunks > 1 else "1f1b")

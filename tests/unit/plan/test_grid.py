@@ -238,6 +238,16 @@ def test_what_data_parallel_ranks_exchange():
     assert gradients == pytest.approx(2 * parameters, rel=0.01), "fp32 gradients, bf16 parameters"
     whole = links.data(job.with_(use_distributed_optimizer=False), Count(dense=10**9))
     assert whole == (2 * gradients, 0.0), "all-reduced"
+    two = job.with_(num_distributed_optimizer_instances=2)
+    # Of 4 ranks each, and the shards all-reduced between both.
+    parts = links.ring(4 * 10**9, 4, 1) + 2 * links.ring(10**9, 2, 4)
+    assert links.data(two, Count(dense=10**9)) == (parts, links.ring(2 * 10**9, 4, 1))
+    gathered = job.with_(recipe="tensorwise", quantized_parameters=True)
+    halved = links.ring(10**9, 8, 1)
+    assert links.data(gathered, Count(dense=10**9)) == (gradients, halved)
+    assert links.data(gathered, Count(other=10**9)) == (gradients, parameters)
+    mx = gathered.with_(recipe="mxfp8")
+    assert links.data(mx, Count(dense=10**9)) == (gradients, parameters), "in 16 bits"
     rows = [stage_bytes(job, Split((8,)))]
     plain, hidden = (
         overhead(job, links, rows, [(10.0, 10.0)], [8], 4, overlap)

@@ -16,6 +16,7 @@ from ....plan.estimate import Estimate
 from ....plan.layout import Split
 from ....plan.model import Job, PlanError
 from ....plan.profile import Profile
+from ....schedule import AUTO
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import Run
@@ -46,8 +47,9 @@ def described(
     Raises:
         ConfigError: a cap in bytes, for a model that cannot be described.
     """
-    request = replace(request, profile=profile, splits=splits_of(args))
-    estimate = _estimate(args, splits_of(args), device_name())
+    splits = splits_of(args, loop=request.name != AUTO and not request.vee)
+    request = replace(request, profile=profile, splits=splits)
+    estimate = _estimate(args, splits, device_name())
     request = replace(
         request,
         barriers=int(bool(args.pp_vocab_parallel)),

@@ -57,11 +57,15 @@ def job_of_args(args: MegatronArgs) -> Job:
 _OTHER_NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
 
 
-def splits_of(args: MegatronArgs) -> Callable[[int], Split]:
-    """How Megatron's flags divide the layers over a number of stages, in model order."""
+def splits_of(args: MegatronArgs, *, loop: bool = False) -> Callable[[int], Split]:
+    """How Megatron's flags divide the layers over a number of stages, in model order.
+
+    Args:
+        loop: these are placed as Megatron does, several on a rank.
+    """
 
     def split(stages: int) -> Split:
-        counts = tuple(layer_counts(args, stages))
+        counts = tuple(layer_counts(args, stages, loop=loop))
         layout = getattr(args, "pipeline_model_parallel_layout", None)
         layout = getattr(layout, "input_data", layout)  # Megatron's validation wraps it
         if not isinstance(layout, str) or "m" not in layout:
