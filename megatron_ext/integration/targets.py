@@ -71,7 +71,7 @@ _GPT = f"{_CORE}.models.gpt.gpt_model:GPTModel"
 _HYBRID = f"{_CORE}.models.hybrid.hybrid_model:HybridModel"
 _MAMBA = f"{_CORE}.models.mamba.mamba_model:MambaModel"
 _LAYER = f"{_CORE}.transformer.moe.moe_layer:MoELayer"
-_SLIME = "slime.backends.megatron_utils"
+SLIME = "slime.backends.megatron_utils"
 
 # Pipeline.
 SCHEDULES = f"{_CORE}.pipeline_parallel.schedules"
@@ -265,8 +265,8 @@ DATASETS = Target.at(
 )
 
 # Trainers on Megatron.
-SLIME_FORWARD = Target.at(f"{_SLIME}.model:forward_only", "data_iterator", "store_prefix")
-SLIME_ADVANTAGES = Target.at(f"{_SLIME}.loss:compute_advantages_and_returns", "rollout_data")
+SLIME_FORWARD = Target.at(f"{SLIME}.model:forward_only", "data_iterator", "store_prefix")
+SLIME_ADVANTAGES = Target.at(f"{SLIME}.loss:compute_advantages_and_returns", "rollout_data")
 BRIDGE_EMBEDDINGS = Target.at(
     "megatron.bridge.models.conversion.model_bridge:"
     "MegatronModelBridge._broadcast_shared_embeddings",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -89,25 +91,35 @@ def test_the_rank_that_has_returned_values(on_rank: Any, rank: int) -> None:
     assert _is_last_rank(on_rank(rank, running=False)) == (rank == PP - 1)
 
 
-def test_slime_reads_returned_values_on_rank_0_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss reads log-probabilities and advantages, which it keeps where they were returned."""
+_MODEL = """
+from megatron.core import parallel_state
+def forward_only(f, data_iterator, store_prefix=""):
+    return bool(parallel_state.is_pipeline_last_stage())
+"""
+_LOSS = """
+def compute_advantages_and_returns(args, rollout_data):
+    raise RuntimeError
+"""
+
+
+def test_slime_reads_returned_values_on_rank_0_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its loss reads log-probabilities and advantages, which it keeps where they were returned.
+
+    Of its package, the two functions' modules are not imported yet.
+    """
     package = "slime.backends.megatron_utils"
-    loss, model = ModuleType(f"{package}.loss"), ModuleType(f"{package}.model")
-
-    def forward_only(f: Any, data_iterator: Any, store_prefix: str = "") -> bool:
-        return bool(parallel_state.is_pipeline_last_stage())
-
-    def compute_advantages_and_returns(args: Any, rollout_data: Any) -> bool:
-        raise RuntimeError
-
-    model.forward_only = forward_only  # type: ignore[attr-defined]
-    loss.compute_advantages_and_returns = compute_advantages_and_returns  # type: ignore[attr-defined]
-    for name in ("slime", "slime.backends", package):
+    for name in ("slime", "slime.backends", package, f"{package}.loss", f"{package}.model"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, loss.__name__, loss)
-    monkeypatch.setitem(sys.modules, model.__name__, model)
+    for name, text in (("loss", _LOSS), ("model", _MODEL)):
+        (tmp_path / f"{name}.py").write_text(text)
+        del sys.modules[f"{package}.{name}"]
+    sys.modules[package].__path__ = [str(tmp_path)]
     hooks = Hooks("a test")
     hooks.apply(declared(Roles()))
+    loss, model = (importlib.import_module(f"{package}.{name}") for name in ("loss", "model"))
+    forward_only = model.forward_only.__wrapped__
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     for rank in range(PP):

@@ -19,6 +19,7 @@ from ...targets import (
     LAST_STAGE,
     LAST_STAGE_OF_GROUP,
     LAST_VIRTUAL_STAGE,
+    SLIME,
     SLIME_ADVANTAGES,
     SLIME_FORWARD,
 )
@@ -115,11 +116,11 @@ class Roles:
         return original(*args, **kwargs)
 
     # slime keeps log-probabilities where they were returned, the last rank, and its loss reads
-    # them.
+    # them. A worker may import these functions after ``enable``.
     @hooked(
         (SLIME_FORWARD, SLIME_ADVANTAGES),
         "no log-probabilities of the old policy, or no advantages, where slime's loss is computed",
-        when=lambda self: SLIME_FORWARD.loaded,
+        when=lambda self: SLIME in sys.modules,
     )
     def _with_results_on_both(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before, self.results_on_both = self.results_on_both, True
