@@ -120,6 +120,15 @@ class TestReplanning:
             assert "the order stays" in plan.note and "by measured bytes" in plan.note
             assert choice.plan(16, Knowledge(link)).ranks == former.ranks
 
+    def test_with_offload_a_cap_with_no_room_names_the_flag(self) -> None:
+        """A schedule with no order to choose counts the cap's sets before any order."""
+        _, budget = self.budgeted("v-cap", 1.0)
+        offloading = OffloadRequest("full", "0.25")
+        request = ScheduleRequest.of("v-half", memory_cap="256KiB", offloading=offloading)
+        request = capped(replace(request, splits=budget.splits), budget.job)
+        with pytest.raises(ConfigError, match="^--pp-schedule v-half: 256KiB a rank leave no room"):
+            request.resolve(4, 2, 16)
+
     @staticmethod
     def budgeted(name: str, share: float) -> tuple[ScheduleRequest, Budget]:
         """A choice with a cap in bytes, between v-half's peak (0) and v-zb's (1)."""

@@ -221,7 +221,8 @@ class ScheduleRequest:
             found = _select(spec, self.name)
             spec, note = found.spec, found.schedule.note
         elif self.decided is None and isinstance(self.cap, Budget):
-            note = self.cap.in_sets_text(spec.placement, spec.splits_backward)
+            with named_errors(self.name):
+                note = self.cap.in_sets_text(spec.placement, spec.splits_backward)
         request, spec = replace(self, offload=offload, note=note), replace(spec, offload=None)
         stages, estimate = spec.placement.num_stages, self.estimate or self.shard
         hidden = functools.partial(paired, estimate=estimate, stages=stages, pp=pp)
