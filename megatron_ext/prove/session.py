@@ -63,7 +63,6 @@ class Session:
         shrunk: the configuration.
         folder: for all files.
         precision: of ``compare.EPSILON``.
-        limit: seconds that a run may take.
         uneven: samples have different numbers of tokens that count.
     """
 
@@ -73,11 +72,10 @@ class Session:
         shrunk: Shrunk,
         folder: Path,
         precision: str = "double",
-        limit: float = 400.0,
         uneven: bool = False,
     ) -> None:
         self._server, self._shrunk, self._folder = server, shrunk, folder
-        self._precision, self._limit, self._uneven = precision, limit, uneven
+        self._precision, self._uneven = precision, uneven
         self._weights: dict[tuple[str, ...], tuple[Path, Outcome]] = {}
         self._references: dict[tuple[str, ...], tuple[Path, Outcome]] = {}
         self._number = 0
@@ -99,7 +97,7 @@ class Session:
         slices = (alone or Flags(words)).slices
         value = {"late": seed, "uneven": self._uneven, "slices": slices}
         value["alone"] = alone is not None
-        outcome = self._server.run(words, world, folder, self._limit, prelude=RECORDER, value=value)
+        outcome = self._server.run(words, world, folder, prelude=RECORDER, value=value)
         return folder, outcome
 
     def weights(self, flags: Flags) -> tuple[Path, Outcome]:
@@ -111,7 +109,7 @@ class Session:
             reference.set("--train-iters", 1)
             reference.set("--save", folder / "checkpoint")
             reference.set("--save-interval", 1)
-            outcome = self._server.run(reference.words, 1, folder / "run", self._limit)
+            outcome = self._server.run(reference.words, 1, folder / "run")
             self._weights[key] = folder / "checkpoint", outcome
         return self._weights[key]
 

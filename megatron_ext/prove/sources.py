@@ -114,7 +114,7 @@ def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
         return from_yaml(text)
     if settings:
         return from_settings(settings_of_yaml(text))
-    return from_shell(text, arguments=arguments)
+    return from_shell(text, arguments)
 
 
 def from_yaml(text: str) -> Command:
@@ -196,23 +196,17 @@ def _words(name: str, value: str) -> list[str]:
     return shlex.split(value)
 
 
-def from_shell(
-    text: str,
-    environment: Mapping[str, str] | None = None,
-    arguments: Sequence[str] | None = None,
-) -> Command:
+def from_shell(text: str, arguments: Sequence[str] | None = None) -> Command:
     """The command of a shell or batch script that runs a training script.
 
     Args:
         text: the script's.
-        environment: variables that the script may use; None: this process's.
         arguments: the script's own; None: not known.
 
     Raises:
         ValueError: no command in it does, or what decides the run is not known.
     """
-    known = os.environ if environment is None else environment
-    words, slurm, notes = words_of(text, known, arguments)
+    words, slurm, notes = words_of(text, os.environ, arguments)
     command = from_words(words)._replace(notes=notes)
     each = slurm.get("ntasks-per-node", slurm.get("gpus-per-node", 0))
     return command._replace(

@@ -151,14 +151,17 @@ def search_regrets(time: Callable[[int, int], float]) -> Iterator[tuple[float, f
         yield times[search.choose(rows)] / best, times[chosen.chunks] / best
 
 
-def strategy_regrets(cases: int = 150) -> Iterator[tuple[float, float]]:
+_DEVICES = 150
+
+
+def strategy_regrets() -> Iterator[tuple[float, float]]:
     """(equation 10, trials): time over the least of the paper's strategies, on random devices.
 
     Four chunks in the paper's order; the experts' inside is four times their input, as for H = 4M.
     """
     rng, restoring = random.Random(10), tuple(map(Strategy, WORK))[1:]
     space = SearchSpace((4,), tuple(one for one in Strategy if one in restoring))
-    for _ in range(cases):
+    for _ in range(_DEVICES):
         exchange, copy = (10 ** rng.uniform(-1, 1) for _ in "ab")
         costs = GivenCosts(exchange, 2.0, copy, 4 * copy, again=1.0)
         times = {one: run_layer(LayerPlan(4, one), costs).time for one in restoring}

@@ -131,9 +131,9 @@ def share_of(op: Operation, unit: UnitCosts) -> int:
     return unit[KINDS.index(op)] if op in KINDS else unit.size
 
 
-def peak(changes: Iterable[int], start: int = 0) -> int:
-    """Largest value of a running sum, its start included."""
-    return max(accumulate(changes, initial=start))
+def peak(changes: Iterable[int]) -> int:
+    """Largest value of a running sum, its start at 0 included."""
+    return max(accumulate(changes, initial=0))
 
 
 def peak_sets(

@@ -36,6 +36,7 @@ _WHOLE = 1000  # passes; for more the exact problem gives neither orders nor a b
 _WINDOWS = 0.6  # share of the work for windows; the rest is for the exact problem
 _SMALL, _LARGE = 30, 200  # passes of a window
 _WINDOW_WORK = 0.4  # deterministic units for one window
+_SEED = 0  # of the choice of windows
 _OVERHEAD = 0.01  # the same, for making one
 
 
@@ -71,7 +72,6 @@ def optimize(
     seconds: float,
     cap: int | None = None,
     objective: Objective = "makespan",
-    seed: int = 0,
     away: OffloadSpec | None = None,
 ) -> Optimized:
     """The fastest order found in about ``seconds`` with no more memory.
@@ -84,7 +84,6 @@ def optimize(
         seconds: > 0.
         cap: most activation sets on a rank; default the largest peak of ``start``.
         objective: what is made short.
-        seed: of the choice of windows and of CP-SAT.
         away: what is offloaded, for a start with offload; the result's is planned again.
 
     Raises:
@@ -100,8 +99,8 @@ def optimize(
         raise ValueError(f"{start.name} keeps {held} activation sets on a rank, more than {cap}")
     most = held if cap is None else cap
     if away is not None and start.has_offload:
-        return _with_offload(start, away, most, objective, seconds, seed)
-    search = _Search(start, most, objective, seconds, seed)
+        return _with_offload(start, away, most, objective, seconds)
+    search = _Search(start, most, objective, seconds)
     search.run()
     return search.result()
 
@@ -115,7 +114,6 @@ def _with_offload(
     cap: int,
     objective: Objective,
     seconds: float,
-    seed: int,
 ) -> Optimized:
     """Orders within the cap less a margin, taken over where their own offload keeps the cap."""
     before = time_taken(simulate(start), objective)
@@ -132,7 +130,7 @@ def _with_offload(
 
     for margin in _MARGINS:
         share = seconds / len(_MARGINS)
-        search = _Search(best[1], cap - margin, objective, share, seed, away.link, accepts)
+        search = _Search(best[1], cap - margin, objective, share, away.link, accepts)
         if max(search.held()) > cap - margin:
             continue
         search.run()
@@ -208,7 +206,6 @@ class _Search:
         cap: int,
         objective: Objective,
         seconds: float,
-        seed: int,
         link: Link | None = None,
         accepts: Callable[[Schedule], bool] | None = None,
     ) -> None:
@@ -230,7 +227,7 @@ class _Search:
         self.now = self._times(rows)
         self.best = self.problem.value(self.now)
         self.bound = math.ceil(self._known_bound() / self.unit)
-        self.random = random.Random(seed)
+        self.random = random.Random(_SEED)
         self.budget = _Budget(seconds)
         self.failed: set[tuple[object, ...]] = set()  # shapes of windows that gave nothing
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from .actions import Action, AnyAction, Op, Operation
-from .costs import Costs
 from .effects import CARRIED, given
 from .event_loop import Lane, Program, Row, run
 from .network import Network
@@ -169,9 +168,7 @@ def check_post_validation(schedule: Schedule) -> None:
 _ROUNDS = 8
 
 
-def steady_time(
-    schedule: Schedule, costs: Costs | None = None, network: Network | None = None
-) -> Fraction:
+def steady_time(schedule: Schedule, network: Network | None = None) -> Fraction:
     """Steady-state iteration time, where the next iteration begins before all ranks have ended one.
 
     Every rank runs its list over and over, as early as the passes' inputs allow. PREFIX waits for
@@ -181,7 +178,6 @@ def steady_time(
 
     Args:
         schedule: lowered, with post-validation.
-        costs: default ``schedule.costs``.
         network: how messages wait for each other; None: not at all.
 
     Returns:
@@ -193,8 +189,8 @@ def steady_time(
     _refuse_vocabulary(schedule)
     if not schedule.is_extended:
         raise ValueError(f"schedule {schedule.name} is lowered without post-validation")
-    durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
-    replay = Replay(schedule.compute(), durations, costs=costs)
+    durations = schedule.costs.durations(schedule.placement)
+    replay = Replay(schedule.compute(), durations)
     durations, units = replay.durations, replay.program.units
     pp, m = schedule.pp, replay.program.microbatches
     every = None if units is None else [*units] * _ROUNDS
@@ -237,8 +233,8 @@ def steady_time(
         taken.append(end - begin)
     time = Fraction(max(taken), durations.scale * (_ROUNDS - 1 - first))
     if network is not None or schedule.has_offload:
-        alone = simulate(schedule.compute(), costs)
-        time += simulate(schedule, costs, network).makespan - alone.makespan
+        alone = simulate(schedule.compute())
+        time += simulate(schedule, network=network).makespan - alone.makespan
     return time
 
 

@@ -14,7 +14,7 @@ from .palette import IDLE, theme_style
 from .svg import NUMBERS, PLOT, Layout, axis, draw_rows, legend
 from .text import row_of
 from .timeline import decimal
-from .trace import named, spanning
+from .trace import UNIT_US, named, spanning
 
 _COLUMNS = 120  # of the text where there is no terminal
 _FONT = 11.0
@@ -126,20 +126,16 @@ def _bar(span: Span) -> Bar:
     return Bar(f"{span.name}, {span.meaning}", span.start, span.end, (part,))
 
 
-def to_trace(streams: Streams, unit_us: float = 1000.0) -> dict[str, Any]:
-    """A JSON object of trace events: a process for each pass, a track for each stream.
-
-    Args:
-        unit_us: microseconds that one unit of the times is drawn as.
-    """
+def to_trace(streams: Streams) -> dict[str, Any]:
+    """A JSON object of trace events: a process for each pass, a track for each stream."""
     events: list[dict[str, Any]] = []
     for pid, one in enumerate(streams.passes):
         events.append(named("process_name", one.label, pid, 0))
         for tid, lane in enumerate(one.lanes):
             events.append(named("thread_name", lane.name, pid, tid))
             events += [
-                spanning(span.name, span.meaning, (pid, tid), span.start, span.end, unit_us)
+                spanning(span.name, span.meaning, (pid, tid), span.start, span.end)
                 for span in lane.spans
             ]
-    about = {"title": streams.title, "unit": streams.unit, "unit_us": unit_us}
+    about = {"title": streams.title, "unit": streams.unit, "unit_us": UNIT_US}
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}

@@ -16,13 +16,11 @@ from .palette import COPY_MEANING
 from .timeline import Timeline, results_of
 
 
-def to_trace(timelines: Sequence[Timeline], unit_us: float = 1000.0) -> dict[str, Any]:
+def to_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """A JSON object of trace events.
 
     Args:
         timelines: runs of one schedule, e.g. planned and measured, one track each.
-        unit_us: microseconds that one unit of the costs is drawn as. Measured runs are in real
-            time.
     """
     events: list[dict[str, Any]] = []
     for rank in range(timelines[0].schedule.pp):
@@ -31,26 +29,26 @@ def to_trace(timelines: Sequence[Timeline], unit_us: float = 1000.0) -> dict[str
             {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
         )
     for track, timeline in enumerate(timelines):
-        factor = 1000.0 if timeline.unit == "ms" else unit_us
         for rank in range(timeline.schedule.pp):
             events.append(named("thread_name", timeline.label, rank, track))
-            events += _passes(timeline, rank, track, factor)
-            events += _counter(timeline, rank, factor)
-            events += _copies(timeline, rank, _COPIES + 2 * track, factor)
-        events += _arrows(timeline, track, factor)
+            events += _passes(timeline, rank, track)
+            events += _counter(timeline, rank)
+            events += _copies(timeline, rank, _COPIES + 2 * track)
+        events += _arrows(timeline, track)
     schedule = timelines[0].schedule
     about = {"schedule": schedule.name, "pp": schedule.pp, "microbatches": schedule.microbatches}
     if schedule.slices:
         about["slices"] = schedule.slices_json
     if any(not timeline.unit for timeline in timelines):
-        about["unit_us"] = unit_us
+        about["unit_us"] = UNIT_US
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
 
 
+UNIT_US = 1000.0  # of a millisecond, which a unit of the costs is drawn as, too
 _COPIES = 100  # tracks of copies stand below those of passes
 
 
-def _copies(timeline: Timeline, rank: int, track: int, factor: float) -> Iterator[dict[str, Any]]:
+def _copies(timeline: Timeline, rank: int, track: int) -> Iterator[dict[str, Any]]:
     boxes = timeline.copies[rank] if timeline.copies else ()
     for lane, (op, text) in enumerate(COPY_MEANING.items()):
         mine = [box for box in boxes if box.action.parts[0].op is op]
@@ -58,15 +56,15 @@ def _copies(timeline: Timeline, rank: int, track: int, factor: float) -> Iterato
             yield named("thread_name", f"{text}, {timeline.label}", rank, track + lane)
         for action, start, end in mine:
             (part,) = action.parts
-            event = spanning(str(action), op.value, (rank, track + lane), start, end, factor)
+            event = spanning(str(action), op.value, (rank, track + lane), start, end)
             yield {**event, "args": {"stage": part.stage, "microbatch": part.microbatch}}
 
 
 def spanning(
-    name: str, kind: str, place: tuple[int, int], start: float, end: float, factor: float
+    name: str, kind: str, place: tuple[int, int], start: float, end: float
 ) -> dict[str, Any]:
-    """Something that lasts, on the track ``place``; ``factor``: microseconds of a unit."""
-    times = {"ts": start * factor, "dur": (end - start) * factor}
+    """Something that lasts, on the track ``place``."""
+    times = {"ts": start * UNIT_US, "dur": (end - start) * UNIT_US}
     return {"ph": "X", "name": name, "cat": kind, "pid": place[0], "tid": place[1], **times}
 
 
@@ -75,7 +73,7 @@ def named(kind: str, text: str, pid: int, tid: int) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": text}}
 
 
-def _passes(timeline: Timeline, rank: int, track: int, factor: float) -> Iterator[dict[str, Any]]:
+def _passes(timeline: Timeline, rank: int, track: int) -> Iterator[dict[str, Any]]:
     chunk_of = timeline.schedule.placement.chunk_of
     for action, start, end in timeline.boxes[rank]:
         passes = [
@@ -83,23 +81,23 @@ def _passes(timeline: Timeline, rank: int, track: int, factor: float) -> Iterato
             for _, stage, microbatch in action.parts
         ]
         kind = "+".join(part.op.value for part in action.parts)
-        event = spanning(f"PP:{action}", kind, (rank, track), start, end, factor)
+        event = spanning(f"PP:{action}", kind, (rank, track), start, end)
         both = dict(zip(("forward", "backward"), passes))
         yield {**event, "args": passes[0] if len(passes) == 1 else both}
 
 
-def _counter(timeline: Timeline, rank: int, factor: float) -> Iterator[dict[str, Any]]:
+def _counter(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
     for time, sets in timeline.memory[rank]:
         yield {
             "ph": "C",
             "name": f"activation sets, {timeline.label}",
             "pid": rank,
-            "ts": time * factor,
+            "ts": time * UNIT_US,
             "args": {"sets": sets},
         }
 
 
-def _arrows(timeline: Timeline, track: int, factor: float) -> Iterator[dict[str, Any]]:
+def _arrows(timeline: Timeline, track: int) -> Iterator[dict[str, Any]]:
     """Flow events from the end of a pass to the start of the pass on another rank that needs it."""
     made, number = results_of(timeline), 0
     for (kind, stage, unit), (rank, box) in made.items():
@@ -109,6 +107,6 @@ def _arrows(timeline: Timeline, track: int, factor: float) -> Iterator[dict[str,
                 continue
             number += 1
             flow = {"name": str(box.action), "cat": "transfer", "id": f"{track}.{number}"}
-            begin, end = box.end * factor, target.start * factor
+            begin, end = box.end * UNIT_US, target.start * UNIT_US
             yield {"ph": "s", **flow, "pid": rank, "tid": track, "ts": begin}
             yield {"ph": "f", "bp": "e", **flow, "pid": other, "tid": track, "ts": end}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ..actions import Action, AnyAction, Op
-from ..costs import Costs, Durations
+from ..costs import Durations
 from ..effects import peak_sets
 from ..link import Link, LinkTimes
 from ..schedule import Schedule
@@ -86,7 +86,6 @@ def offload(
     chunks: int | Fraction | str = "auto",
     *,
     most_sets: int | None = None,
-    costs: Costs | None = None,
 ) -> OffloadPlan:
     """Insert OFFLOAD, RELEASE, PREPARE and RELOAD into every rank's order.
 
@@ -103,15 +102,12 @@ def offload(
             may stall where their link cannot carry so much; or ``auto``, on every rank what
             brings its peak lowest while no pass waits, and of several such plans most sets.
         most_sets: a cap on the sets on the device: ranks that fit stop there (with ``auto``).
-        costs: of the passes, default ``schedule.costs``.
 
     Raises:
         ValueError: ``chunks`` out of range, or the link is for another number of ranks or stages.
         ScheduleError: the order of the passes cannot progress.
     """
     base = schedule.compute()
-    if costs is not None:
-        base = replace(base, costs=costs)
     wanted = wanted_chunks(str(chunks), base.chunks) if not isinstance(chunks, Fraction) else chunks
     times = link.times(base.placement, base.costs.durations(base.placement).reduced())
     planner = _Planner(base, link, times)

@@ -168,8 +168,8 @@ class TestTime:
 
     def test_hops_count(self) -> None:
         lowered = add_post_validation(lower(made("v-zb", objective="span")))
-        slow = replace(lowered.costs, hop=Fraction(1, 10))
-        assert steady_time(lowered, slow) > steady_time(lowered)
+        slow = replace(lowered, costs=replace(lowered.costs, hop=Fraction(1, 10)))
+        assert steady_time(slow) > steady_time(lowered)
 
     def test_copies_and_streams_delay_both(self) -> None:
         """1F1B gains nothing, however slow its copies and messages are."""
@@ -200,10 +200,10 @@ def test_steady_time_of_slices_and_unequal_microbatches(name: str) -> None:
     heavy = Costs().with_units([[3, 2, 1, 1], *rows[1:]])
     sliced = add_post_validation(lower(generate(name, 4, 8, slices=3)))
     check(sliced)
-    for schedule, costs, work in ((plain, heavy, 27), (sliced, None, 24)):
-        alone = simulate(schedule, costs).makespan
-        assert work <= steady_time(schedule, costs) <= alone
-        assert (steady_time(schedule, costs) == alone) == (name == "1f1b")
+    for schedule, work in ((replace(plain, costs=heavy), 27), (sliced, 24)):
+        alone = simulate(schedule).makespan
+        assert work <= steady_time(schedule) <= alone
+        assert (steady_time(schedule) == alone) == (name == "1f1b")
 
 
 def test_a_file_holds_it_as_it_is() -> None:
