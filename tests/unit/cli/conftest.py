@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megatron_ext import _terminal, cli
@@ -44,6 +46,13 @@ def run(capsys):
         return status, out, err
 
     return run
+
+
+def answer(run, *argv):
+    """What a command answers as JSON."""
+    status, out, err = run(*argv, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
 
 
 def options(name, pp, m):

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from .conftest import options
+from .conftest import answer, options
 
 SENT = ["--exchange", "0.3,0.4"]
 
 
-def data(run, *argv):
-    status, out, err = run(*argv, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
-
-
 def test_what_is_hidden(run):
     argv = [*options("interleaved", 2, 4), *SENT]
-    alone, pairs = data(run, "simulate", *argv), data(run, "simulate", *argv, "--overlap")
+    alone, pairs = answer(run, "simulate", *argv), answer(run, "simulate", *argv, "--overlap")
     assert alone["hidden_exchange"] == 0
     assert 0 < pairs["hidden_exchange"] <= pairs["hidden_exchange_steady"] <= 1
     assert pairs["makespan"] < alone["makespan"]
@@ -27,7 +19,7 @@ def test_what_is_hidden(run):
     assert max(pairs["exposed_exchange"]) < 2.8
     text = run("simulate", *argv, "--overlap")[1]
     assert "exchange 0.3 of F, 0.4 of B" in text and "hidden, " in text
-    assert "hidden_exchange" not in data(run, "simulate", *options("interleaved", 2, 4))
+    assert "hidden_exchange" not in answer(run, "simulate", *options("interleaved", 2, 4))
     assert "hidden: of the exchange" in run("compare", "--pp", 2, "--microbatches", 2, *SENT)[1]
 
 
@@ -36,12 +28,12 @@ def test_files_keep_costs_and_pairs(run, tmp_path):
     argv = [*options("v-half", 2, 6), *SENT, "--overlap"]
     assert run("schedule", *argv, "--output", path)[0] == 0
     assert run("check", path)[0] == 0
-    made, read = data(run, "simulate", *argv), data(run, "simulate", "--schedule", path)
+    made, read = answer(run, "simulate", *argv), answer(run, "simulate", "--schedule", path)
     for key in ("makespan", "hidden_exchange", "exposed_exchange"):
         assert read[key] == made[key]
-    later = data(run, "simulate", "--schedule", path, "--hop", 1)
+    later = answer(run, "simulate", "--schedule", path, "--hop", 1)
     assert later["exchange"] == made["exchange"] and later["makespan"] > made["makespan"]
-    same = data(run, "simulate", "--schedule", path, "--cost", "1,1,1")
+    same = answer(run, "simulate", "--schedule", path, "--cost", "1,1,1")
     assert same["makespan"] == made["makespan"]  # --cost leaves the file's exchange
 
 

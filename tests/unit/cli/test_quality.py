@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from megatron_ext.schedule import Link, forward_only, generate, offload_pass, simulate
 from megatron_ext.schedule.jitter import jitter
 
-from .conftest import options
+from .conftest import answer, options
 
 REAL = ["--cost", "1,0.98,0.74"]
 OFFLOAD = ["--offload", "half", "--offload-time", 0.25]
-
-
-def _data(run, *argv):
-    status, out, err = run(*argv, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +33,14 @@ def test_bound_line(run, name, more, line):
 def test_bound_at_the_cap(run):
     """A cap that is not used up counts; a schedule over it counts with its own peak."""
     argv = ["--pp", 4, "--microbatches", 5, *REAL, "--memory-cap", 0.7]
-    rows = {row["schedule"]: row for row in _data(run, "compare", *argv)["schedules"]}
-    at_cap = _data(run, "simulate", "--schedule", "v-cap", *argv)
+    rows = {row["schedule"]: row for row in answer(run, "compare", *argv)["schedules"]}
+    at_cap = answer(run, "simulate", "--schedule", "v-cap", *argv)
     for field in ("lower_bound", "bound_kind", "above_bound"):
         assert rows["v-cap"][field] == at_cap[field]
-    own = _data(run, "simulate", *options("v-min", 4, 5), *REAL)
+    own = answer(run, "simulate", *options("v-min", 4, 5), *REAL)
     assert rows["v-min"]["peak_activation_vs_1f1b"] == 0.5
     assert rows["v-min"]["lower_bound"] == at_cap["lower_bound"] < own["lower_bound"]
-    over = _data(run, "simulate", *options("v-zb", 4, 5), *REAL)
+    over = answer(run, "simulate", *options("v-zb", 4, 5), *REAL)
     assert rows["v-zb"]["over_cap"] and rows["v-zb"]["lower_bound"] == over["lower_bound"]
     for row in rows.values():
         assert row["above_bound"] == pytest.approx(row["makespan"] / row["lower_bound"] - 1)
@@ -57,7 +49,7 @@ def test_bound_at_the_cap(run):
 
 def test_forward_only_has_no_bound(run, file_of):
     path = file_of(forward_only(generate("1f1b", 2, 2).placement, 3))
-    assert "lower_bound" not in _data(run, "simulate", "--schedule", path)
+    assert "lower_bound" not in answer(run, "simulate", "--schedule", path)
     assert "  bound " not in run("simulate", "--schedule", path)[1]
 
 
@@ -65,7 +57,7 @@ JITTER = ["--jitter", 0.1, "--runs", 8, "--seed", 3]
 
 
 def test_jitter(run, file_of):
-    data = _data(run, "simulate", *options("v-half", 4, 8), *REAL, *JITTER)
+    data = answer(run, "simulate", *options("v-half", 4, 8), *REAL, *JITTER)
     got = data["makespan_quantiles"]
     fields = ["jitter", "runs", "seed", "mean", "median", "p95", "worst", "ratio"]
     assert list(got) == fields and (got["jitter"], got["runs"], got["seed"]) == (0.1, 8, 3)
@@ -73,20 +65,20 @@ def test_jitter(run, file_of):
     out = run("simulate", *options("v-half", 4, 8), *REAL, *JITTER)[1]
     assert "; pass times +- 10 %, 8 runs, seed 3\n" in out
     for more in (["--p2p", "rank", "--queue", 1], OFFLOAD):
-        other = _data(run, "simulate", *options("v-half", 4, 8), *REAL, *more, *JITTER)
+        other = answer(run, "simulate", *options("v-half", 4, 8), *REAL, *more, *JITTER)
         assert other["makespan"] < other["makespan_quantiles"]["mean"]
     offloaded = offload_pass(generate("v-half", 4, 8), Link.of(4, "0.25"), "half").schedule
     path = file_of(offloaded)
-    exact = _data(run, "simulate", "--schedule", path, "--jitter", 0, "--runs", 1)
+    exact = answer(run, "simulate", "--schedule", path, "--jitter", 0, "--runs", 1)
     assert exact["makespan_quantiles"]["worst"] == simulate(offloaded).makespan
-    again = _data(run, "simulate", "--schedule", path, *JITTER)["makespan_quantiles"]
+    again = answer(run, "simulate", "--schedule", path, *JITTER)["makespan_quantiles"]
     assert again["mean"] == float(jitter(offloaded, 0.1, 8, 3).mean)
 
 
 def test_compare_with_jitter(run):
     argv = ["--pp", 2, "--microbatches", 4]
-    for row in _data(run, "compare", *argv, *JITTER)["schedules"]:
-        alone = _data(run, "simulate", "--schedule", row["schedule"], *argv, *JITTER)
+    for row in answer(run, "compare", *argv, *JITTER)["schedules"]:
+        alone = answer(run, "simulate", "--schedule", row["schedule"], *argv, *JITTER)
         assert row["makespan_quantiles"] == alone["makespan_quantiles"]
     out = run("compare", *argv, *JITTER)[1].splitlines()
     assert out[0].endswith("; pass times +- 10 %, 8 runs, seed 3")
@@ -98,28 +90,28 @@ def test_compare_with_jitter(run):
 def test_jitter_chooses_among_the_fastest(run, tmp_path):
     """Interleaved-zb and v-zb take 18, but v-zb less where pass times vary."""
     argv = ["--pp", 3, "--microbatches", 6, "--schedule", "auto"]
-    first, chosen = (_data(run, "simulate", *argv, *more) for more in ([], JITTER))
+    first, chosen = (answer(run, "simulate", *argv, *more) for more in ([], JITTER))
     assert (first["schedule"], chosen["schedule"]) == ("interleaved-zb", "v-zb")
     assert first["makespan"] == chosen["makespan"]
     for name, times in (("interleaved-zb", None), ("v-zb", chosen["makespan_quantiles"])):
-        own = _data(run, "simulate", *options(name, 3, 6), *JITTER)["makespan_quantiles"]
+        own = answer(run, "simulate", *options(name, 3, 6), *JITTER)["makespan_quantiles"]
         assert own["mean"] > chosen["makespan_quantiles"]["mean"] if times is None else own == times
     said = run("simulate", *argv, *JITTER)[1]
     assert "next is interleaved-zb, as fast, but less robust" in said
-    written = _data(run, "schedule", *argv, *JITTER, "--output", tmp_path / "one.json")
+    written = answer(run, "schedule", *argv, *JITTER, "--output", tmp_path / "one.json")
     assert written["schedule"] == "v-zb"
     assert written["makespan"] == chosen["makespan"]
     assert written["steadier"]["before"] == chosen["makespan_quantiles"]["mean"]
-    rows = _data(run, "compare", *argv[:4], *JITTER)["schedules"]
+    rows = answer(run, "compare", *argv[:4], *JITTER)["schedules"]
     names = [row["schedule"] for row in rows]
     assert names.index("v-zb") < names.index("interleaved-zb")
 
 
 def test_schedule_with_jitter_writes_a_steadier_order(run, tmp_path):
     argv, path = options("v-half", 4, 8), tmp_path / "one.json"
-    written = _data(run, "schedule", *argv, *REAL, *JITTER, "--output", path)
-    named = _data(run, "simulate", *argv, *REAL, *JITTER)
-    of_file = _data(run, "simulate", "--schedule", path, *JITTER)
+    written = answer(run, "schedule", *argv, *REAL, *JITTER, "--output", path)
+    named = answer(run, "simulate", *argv, *REAL, *JITTER)
+    of_file = answer(run, "simulate", "--schedule", path, *JITTER)
     assert written["makespan"] == named["makespan"] == of_file["makespan"]
     assert written["steadier"]["before"] == named["makespan_quantiles"]["mean"]
     assert written["steadier"]["after"] == of_file["makespan_quantiles"]["mean"]
@@ -129,7 +121,7 @@ def test_schedule_with_jitter_writes_a_steadier_order(run, tmp_path):
     said = run("schedule", *options("1f1b", 4, 8), *REAL, *JITTER, "--output", path)[1]
     assert "  jitter: no steadier order found; mean " in said
     span = ["--objective", "rank-span", "--output", path]
-    assert "steadier" not in _data(run, "schedule", *argv, *REAL, *JITTER, *span)
+    assert "steadier" not in answer(run, "schedule", *argv, *REAL, *JITTER, *span)
 
 
 @pytest.mark.parametrize(

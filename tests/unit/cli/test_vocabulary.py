@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
-
-from .conftest import options
+from .conftest import answer, options
 
 VOCABULARY = ["--vocabulary", "0.25,0.125,0.005,0.005,0.02"]
 OFFLOAD = ["--offload", "half", "--offload-time", 0.25]
 
 
-def _data(run, *argv):
-    status, out, err = run(*argv, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
-
-
 def test_microbatches_between_s_and_t(run):
     argv = [*options("1f1b", 4, 8), *VOCABULARY]
-    kept = _data(run, "simulate", *argv)["peak_vocabulary_microbatches"]
+    kept = answer(run, "simulate", *argv)["peak_vocabulary_microbatches"]
     text = f"  kept from S to T {max(kept)} microbatches\n    per rank       "
     assert text + " ".join(map(str, kept)) in run("simulate", *argv)[1]
-    assert "peak_vocabulary_microbatches" not in _data(run, "simulate", *options("1f1b", 4, 8))
+    assert "peak_vocabulary_microbatches" not in answer(run, "simulate", *options("1f1b", 4, 8))
     assert "kept from S" not in run("simulate", *options("1f1b", 4, 8))[1]
 
 
 def test_offload_beside_them(run, tmp_path):
     argv = [*options("po", 4, 8), *VOCABULARY]
-    alone, data = _data(run, "simulate", *argv), _data(run, "simulate", *argv, *OFFLOAD)
+    alone, data = answer(run, "simulate", *argv), answer(run, "simulate", *argv, *OFFLOAD)
     assert max(data["peak_activation"]) < max(alone["peak_activation"])
     assert data["offloaded_sets"] > 0
     assert data["makespan"] == alone["makespan"] + data["offload_stall"]
@@ -35,12 +27,12 @@ def test_offload_beside_them(run, tmp_path):
     assert run("schedule", *argv, *OFFLOAD, "--lowered", "--output", path)[0] == 0
     status, out, _ = run("check", path)
     assert status == 0 and ": ok" in out
-    again = _data(run, "simulate", "--schedule", path)
+    again = answer(run, "simulate", "--schedule", path)
     assert again["makespan"] == data["makespan"]
     # Of a file with vocabulary passes too.
     plain = tmp_path / "plain.json"
     run("schedule", *argv, "--output", plain)
-    assert _data(run, "simulate", "--schedule", plain, *OFFLOAD)["makespan"] == data["makespan"]
+    assert answer(run, "simulate", "--schedule", plain, *OFFLOAD)["makespan"] == data["makespan"]
 
 
 def test_collectives_are_no_transfers(run, tmp_path):
@@ -54,21 +46,21 @@ def test_other_costs_leave_a_files_vocabulary(run, tmp_path):
     path, stages = tmp_path / "s.json", tmp_path / "stages.json"
     stages.write_text('{"stages": [[1, 1, 1], [1, 1, 1]]}')
     run("schedule", *options("1f1b", 2, 3), *VOCABULARY, "--output", path)
-    made = _data(run, "simulate", "--schedule", path)["makespan"]
+    made = answer(run, "simulate", "--schedule", path)["makespan"]
     for other in (["--cost", "1,1,1"], ["--stage-cost", stages]):
-        assert _data(run, "simulate", "--schedule", path, *other)["makespan"] == made
+        assert answer(run, "simulate", "--schedule", path, *other)["makespan"] == made
 
 
 def test_bound(run):
     """Of the work with that of the rank's parts; none on the span."""
     argv = [*options("zb-h2", 4, 8), *VOCABULARY]
-    data = _data(run, "simulate", *argv)
+    data = answer(run, "simulate", *argv)
     assert data["bound_kind"] == "work" and 0 < data["above_bound"] < 0.03
     assert data["lower_bound"] > 8 * 3.385
-    assert "lower_bound" not in _data(run, "simulate", *argv, "--objective", "rank-span")
+    assert "lower_bound" not in answer(run, "simulate", *argv, "--objective", "rank-span")
 
 
 def test_auto_with_offload(run):
     argv = [*options("auto", 4, 8), *VOCABULARY, "--memory-cap", 0.8, *OFFLOAD]
-    data = _data(run, "simulate", *argv)
+    data = answer(run, "simulate", *argv)
     assert data["offloaded_sets"] and data["peak_activation_vs_1f1b"] <= 0.8

@@ -106,23 +106,6 @@ def test_v_cap_at_every_cap(objective: Objective, seed: int) -> None:
         assert simulate(schedule).makespan >= makespan_bound(schedule.placement, m, costs, cap)
 
 
-@pytest.mark.parametrize("seed", sampled(range(8), (5,)))
-def test_scaling_the_costs_changes_nothing(seed: int) -> None:
-    rng = random.Random(f"scale {seed}")
-    pp, m = rng.randint(2, 5), rng.randint(1, 9)
-    for name in (*rng.sample(NAMES, 4), AUTO):
-        generator = GENERATORS.get(name)
-        stages = pp * (generator.default_chunks if generator else 2)
-        costs = random_costs(rng, stages)
-        plans = set()
-        for scale in (Fraction(1), Fraction(1000), Fraction("1234.5"), Fraction("0.001")):
-            rows = costs.stages and [[x * scale for x in row] for row in costs.stages]
-            numbers = (costs.forward, costs.backward_input, costs.backward_weight, costs.hop)
-            scaled = Costs.of(*(x * scale for x in numbers), rows)
-            plans.add(made(name, pp, m, costs=scaled).ranks)
-        assert len(plans) == 1
-
-
 @pytest.mark.parametrize("seed", sampled(range(4), (2,)))
 def test_auto_fits_its_cap(seed: int) -> None:
     rng = random.Random(f"auto {seed}")
