@@ -15,22 +15,17 @@ from pathlib import Path
 from benchmarks.page import Claim, alternating
 from benchmarks.schedule_scope import ATTENTION, PROFILED, SKEWED, UNIT, Cost, Scope
 from benchmarks.schedule_sweep import Row, describe
-from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, Simulation, generate, simulate
+from megatron_ext.schedule import AUTO, Costs, Simulation, generate, simulate
 from megatron_ext.schedule.generators import NAMES
-from megatron_ext.schedule.generators.blocks import grouped_block
 from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
-from tests.support.closed_forms import FORMS, gis_bubble, gis_peaks
 
 
 def all_claims(scope: Scope) -> list[Claim]:
     """All but the generation times; minutes for the full scope."""
     return [
-        *closed_forms(scope),
-        *grouped(scope),
         *interleaved_zb(scope),
         *caps(scope),
         *steady_states(),
-        *fixed_points(),
         *heavy_last_stage(),
     ]
 
@@ -45,55 +40,6 @@ def _tally(group: str, what: str, expected: str, cases: Iterable[tuple[str, bool
     return Claim(what, measured, not wrong, expected, group)
 
 
-def closed_forms(scope: Scope) -> list[Claim]:
-    """Makespan and peak at unit costs, m = 2p, 3p + 1 where p need not divide m, and 4p."""
-    group = f"closed forms, F = B = W = 1, no hop, p = {scope.closed[0]} to {scope.closed[-1]}"
-    claims = []
-    for name, form in FORMS.items():
-        for chunks in form.chunks:
-            cases = []
-            for p in scope.closed:
-                for m in (2 * p, 4 * p) if form.multiple else (2 * p, 3 * p + 1, 4 * p):
-                    run = simulate(generate(name, p, m, chunks))
-                    v = run.schedule.chunks
-                    found = run.makespan, max(run.peak_activation)
-                    exact = found == (form.makespan(p, m, v), form.peak(p, v))
-                    idle = name == "zb-h2" and run.span_bubble != 0
-                    cases.append((f"p={p} m={m}", exact and not idle))
-            what = name if chunks is None else f"{name}, v = {chunks}"
-            text = form.text + (", a rank's own span 3m" if name == "zb-h2" else "")
-            claims.append(_tally(group, what, text, cases))
-    return claims
-
-
-def grouped(scope: Scope) -> list[Claim]:
-    """GIS's peak and bubble, at all group sizes, m a multiple of the group, three cost triples."""
-    most = max(scope.caps_all)
-    group = f"GIS(g), every g, v = 2 and 3, p = {scope.closed[0]} to {most}"
-    exact, shaped, peaks = [], [], []
-    for p in (p for p in scope.closed if p <= most):
-        for cost in (UNIT, ATTENTION, SKEWED):
-            costs = Costs.of(*cost)
-            for chunks in (2, 3):
-                for g in range(-(-p // 2), p + 1):
-                    m = g * (-(-2 * p // g))
-                    name = f"p={p} g={g} m={m} v={chunks} {','.join(cost)}"
-                    ranks = tuple(map(tuple, grouped_block(p, chunks, g, "next").stamp(m)))
-                    fixed = simulate(Schedule("gis", Placement.loop(p, chunks), m, ranks, costs))
-                    expected = gis_bubble(p, g, chunks, costs)
-                    work = m * _work(costs)
-                    exact.append((name, fixed.makespan - work == expected))
-                    peaks.append((name, fixed.peak_sets == gis_peaks(p, m, chunks, g)))
-                    ours = simulate(generate("gis", p, m, chunks, costs, group_size=g))
-                    shaped.append((name, ours.makespan - work <= expected))
-    text = "(p-1)(f+b) + (v-1)[(p-g)f + max(0, pb - g(b+w))]"
-    return [
-        _tally(group, "bubble of the published order", text, exact),
-        _tally(group, "peak of every rank", "min(mv, min(g,m)(v-1) + p - i) sets", peaks),
-        _tally(group, "bubble of the order we make for the costs", f"at most {text}", shaped),
-    ]
-
-
 def _work(costs: Costs) -> Fraction:
     return costs.forward + costs.backward_input + costs.backward_weight
 
@@ -106,7 +52,7 @@ def interleaved_zb(scope: Scope) -> list[Claim]:
             costs = Costs.of(*cost, hop)
             excess = {}
             for p in (4, 8, 16):
-                if p <= scope.closed[-1]:
+                if p <= max(scope.ranks):
                     run = simulate(generate("interleaved-zb", p, 4 * p, costs=costs))
                     ideal = 4 * p * _work(costs) + (p - 1) * (costs.forward / 2 + costs.hop)
                     excess[p] = run.makespan / ideal - 1
@@ -213,24 +159,6 @@ def _excess(name: str, planned: Costs, actual: Costs, cap: int | None = None) ->
         for m in (60, 90)
     )
     return (many - few) / 30 / _work(actual) - 1
-
-
-def fixed_points() -> list[Claim]:
-    """The optimum known by exhaustive search."""
-    claims = []
-    for name, options in (("v-half", {}), ("v-cap", {"memory_cap": 6})):
-        run = simulate(generate(name, 4, 4, **options))
-        units = 2 * run.makespan
-        claims.append(
-            Claim(
-                f"{name}, p = m = 4, 6 sets, in half-stage passes",
-                f"{units}, peak {max(run.peak_sets)} sets",
-                units == 29,
-                "29, the optimum of an exhaustive search",
-                "few microbatches",
-            )
-        )
-    return claims
 
 
 def heavy_last_stage() -> list[Claim]:

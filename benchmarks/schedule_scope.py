@@ -19,7 +19,6 @@ class Scope:
     """Sizes of one run of the benchmark.
 
     Attributes:
-        closed: ranks for which the closed forms are checked.
         caps_all, caps_some: ranks for which v-cap is checked at every cap, at three caps.
         ranks, factors: the table's p, and its m as multiples of p.
         costs, hops: the table's.
@@ -29,7 +28,6 @@ class Scope:
     """
 
     name: str
-    closed: range
     caps_all: range
     caps_some: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -44,7 +42,6 @@ class Scope:
 
 FULL = Scope(
     "full",
-    closed=range(2, 33),
     caps_all=range(2, 17),
     caps_some=tuple(range(17, 33)),
     ranks=(4, 8, 16, 32),
@@ -57,7 +54,6 @@ FULL = Scope(
 WIDE = replace(
     FULL,
     name="wide",
-    closed=range(2, 17),
     caps_all=range(2, 9),
     caps_some=(12,),
     timed_rounds=1,
@@ -67,7 +63,6 @@ MEDIUM = replace(WIDE, name="medium", ranks=(4, 8), factors=(1, 2, 4), most=NO_L
 QUICK = replace(MEDIUM, name="quick", factors=(2, 4), costs=(UNIT, ATTENTION), timed=(16, 128))
 SMOKE = Scope(
     "smoke",
-    closed=range(2, 6),
     caps_all=range(2, 4),
     caps_some=(),
     ranks=(4,),
