@@ -30,51 +30,19 @@ class Rule(Protocol):
         """True if nothing is left to choose."""
 
 
-class Machine:
-    """One run of all ranks.
+class _Times:
+    """When inputs are there, as far as passes have been started, and what pairs take.
 
     Args:
         tasks: of the iteration; a unit is a microbatch.
         durations: of the passes, with their communication.
-        cap: most activation sets on a rank, from F's start to W's (or BW's) end.
-        fused: backward passes are BW.
-        gap: share of a W's duration that a rank must be going to wait for W to run.
-
-    Attributes:
-        f, b: per stage, how many passes have started.
-        sets: per stage, resident sets.
-        ranks: every rank's passes.
     """
 
-    def __init__(
-        self, tasks: Tasks, durations: Durations, cap: int, fused: bool, gap: Fraction
-    ) -> None:
+    def __init__(self, tasks: Tasks, durations: Durations) -> None:
         self.placement, self.microbatches, self.durations = tasks.placement, tasks.units, durations
         self._tasks, self._missing = tasks, list(map(len, tasks.needs))
         self._ready = [0] * len(tasks.rank)
         self._joint: dict[tuple[int, int, Operation], int] = {}
-        self.cap, self.backward, self._gap = cap, Op.BW if fused else Op.B, gap
-        n, pp = self.placement.num_stages, self.placement.pp
-        self.f, self.b, self.sets = [0] * n, [0] * n, [0] * n
-        self._weights: list[deque[Action]] = [deque() for _ in range(pp)]
-        self._clock, self._wakes = [0] * pp, list(range(pp))  # a heap of time * pp + rank
-        self.ranks: list[list[AnyAction]] = [[] for _ in range(pp)]
-
-    def run(self, rule: Rule) -> bool:
-        """Fill ``ranks``; False if the rule's choices cannot all run."""
-        pp = self.placement.pp
-        while self._wakes:
-            time, rank = divmod(heapq.heappop(self._wakes), pp)
-            if time < self._clock[rank]:
-                continue
-            action, soon = rule.choose(self, rank, time)
-            if action is None:
-                action = self._weight(rank, soon - time, full=self.held(rank) >= self.cap)
-            if action is not None:
-                self._start(rank, time, action)
-            elif time < soon < NEVER:
-                heapq.heappush(self._wakes, soon * pp + rank)
-        return rule.is_done() and not any(self._weights)
 
     def ready(self, op: Op, stage: int, microbatch: int) -> int:
         """When an F or a B has its inputs; ``NEVER`` if that is not known yet."""
@@ -104,6 +72,49 @@ class Machine:
         d = self.durations
         alone = d.of(Op.F, forward.stage) + d.of(backward.op, backward.stage)
         return alone - self.pair(forward, backward)
+
+
+class Machine(_Times):
+    """One run of all ranks.
+
+    Args:
+        tasks, durations: as above.
+        cap: most activation sets on a rank, from F's start to W's (or BW's) end.
+        fused: backward passes are BW.
+        gap: share of a W's duration that a rank must be going to wait for W to run.
+
+    Attributes:
+        f, b: per stage, how many passes have started.
+        sets: per stage, resident sets.
+        ranks: every rank's passes.
+    """
+
+    def __init__(
+        self, tasks: Tasks, durations: Durations, cap: int, fused: bool, gap: Fraction
+    ) -> None:
+        super().__init__(tasks, durations)
+        self.cap, self.backward, self._gap = cap, Op.BW if fused else Op.B, gap
+        n, pp = self.placement.num_stages, self.placement.pp
+        self.f, self.b, self.sets = [0] * n, [0] * n, [0] * n
+        self._weights: list[deque[Action]] = [deque() for _ in range(pp)]
+        self._clock, self._wakes = [0] * pp, list(range(pp))  # a heap of time * pp + rank
+        self.ranks: list[list[AnyAction]] = [[] for _ in range(pp)]
+
+    def run(self, rule: Rule) -> bool:
+        """Fill ``ranks``; False if the rule's choices cannot all run."""
+        pp = self.placement.pp
+        while self._wakes:
+            time, rank = divmod(heapq.heappop(self._wakes), pp)
+            if time < self._clock[rank]:
+                continue
+            action, soon = rule.choose(self, rank, time)
+            if action is None:
+                action = self._weight(rank, soon - time, full=self.held(rank) >= self.cap)
+            if action is not None:
+                self._start(rank, time, action)
+            elif time < soon < NEVER:
+                heapq.heappush(self._wakes, soon * pp + rank)
+        return rule.is_done() and not any(self._weights)
 
     @property
     def makespan(self) -> int:
