@@ -138,7 +138,9 @@ DEEPSEEK_RUN = f"""{BASE} {DEEPSEEK} {OVERLAP} --train-iters 2 --expert-model-pa
 --num-layers 3 --moe-layer-freq ([0]*1+[1]*2)"""
 
 
-@pytest.mark.parametrize("tag", [version(MAIN_TAG), version(RELEASES[-1].tag, nightly=True)])
+@pytest.mark.parametrize(
+    "tag", [version(tag, nightly=True) for tag in (MAIN_TAG, RELEASES[-1].tag)]
+)
 def test_deepseek_in_chunks(tag: str, serve: Serve, tmp_path: Path) -> None:
     """Multi-latent attention, dense first layers, grouped routing, shared experts and
     multi-token prediction, whose layer has experts too."""

@@ -333,7 +333,7 @@ def test_joined_weights(sessions: Sessions, flags: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        f"--moe-pipeline-chunks 2 {ALL_LOSSES}",
+        nightly(f"--moe-pipeline-chunks 2 {ALL_LOSSES}"),
         nightly(f"--moe-pipeline-chunks 2 --moe-memory-reuse s1 {AUX} --pp-slice-weights joined"),
         nightly(f"--moe-pipeline-chunks 4 --moe-memory-reuse s4 {SEQUENCE} {BIAS}"),
         nightly(f"--moe-pipeline-chunks auto {GLOBAL}"),

@@ -144,6 +144,7 @@ def test_pipelines_that_share_experts_have_one_plan(results: Cases) -> None:
     assert merged(ranks, "returned") == merged(stock, "returned")
 
 
+@pytest.mark.matrix
 def test_pipelines_that_share_experts_have_one_estimate(results: Cases) -> None:
     """Their first calls may name other lengths, for which passes would take other times."""
     ranks, stock = results["experts-named"], results["experts-stock"]

@@ -45,6 +45,7 @@ NIGHTLY += ("zb-h1/", "v-zb/", "v-cap/", "gis-h/", "interleaved-zb/", "1f1b/keep
 # These features without offload are in test_numerics, recomputation is in another case.
 NIGHTLY += ("v-half/m3", "v-half/tied", "interleaved-zb/recompute")
 NIGHTLY += ("v-half/lengths", "v-half/overlap-bf16", "po/", "v-zb/fusion")
+NIGHTLY += ("interleaved-zb/keep-recompute",)
 SAMPLED = sampled(OURS, [name for name in OURS if name not in NIGHTLY])
 # Where a case's model is not the second part of its name.
 STOCK = {"measured": "", "profiled": "", "keep": "", "keep-recompute": "recompute"}

@@ -1,7 +1,7 @@
 """Loss functions of data replicas whose steps have other slices, and another order, each.
 
 A loss function that talks to the other replicas would do so unequally often, and wait for good, or
-about other microbatches. It is tried once before it computes a loss.
+about other microbatches. The first call of each is watched.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MESSAGES = ("c10d", "_c10d_functional")
 
 
 class LossFunctions:
-    """Those that have been tried."""
+    """Those whose messages are known."""
 
     def __init__(self) -> None:
-        self._tried = set[Any]()
+        self._known = set[Any]()
 
     def checked(
         self, step: Callable[..., Any], ranks: Sequence[int], flag: str
@@ -39,17 +39,16 @@ class LossFunctions:
         def checking(*args: Any, **kwargs: Any) -> Any:
             output, function = step(*args, **kwargs)
             code = _code(function)
-            if code in self._tried:
+            if code in self._known:
                 return output, function
 
             @functools.wraps(function)
-            def tried(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                self._tried.add(code)
-                with torch.no_grad(), _Among(ranks, flag):
-                    function(output.detach().clone(), *args, **kwargs)
-                return function(output, *args, **kwargs)
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                self._known.add(code)
+                with _Among(ranks, flag):
+                    return function(*args, **kwargs)
 
-            return output, tried
+            return output, watched
 
         return checking
 
