@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .saved_parameters import ReadOnce, named_as
 from .targets import LINEAR, REDUCE_SCATTER
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_untraced: Callable[[Any], Any] = torch.compiler.disable
 
 
 def linear_hook(store: WeightGradStore) -> Hook:
@@ -58,7 +60,7 @@ def _split_linear(original: Any, store: WeightGradStore) -> Any:
         # Not traced, and so not in the graph of a compiled layer: which passes run is not known
         # then. The function runs by itself, between two graphs.
         @staticmethod
-        @torch.compiler.disable
+        @_untraced
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             # Once: a checkpoint computes saved tensors again, and hands each out a single time.
             ctx = ReadOnce(ctx)
@@ -77,7 +79,7 @@ def _noting_scatter(original: Any, store: WeightGradStore) -> Any:
         """After a row-parallel layer; its backward gathers what such a layer needs in W."""
 
         @staticmethod
-        @torch.compiler.disable
+        @_untraced
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             result = original.backward(ctx, grad_output)
             if store.collecting and ctx.input_split_sizes is None and ctx.group.size() > 1:

@@ -49,7 +49,7 @@ class Driver:
 
 STUBS = {
     "verl": "ray transformers tqdm peft accelerate pandas datasets wandb torchdata pyarrow dill "
-    "torchvision PIL qwen_vl_utils mbridge requests",
+    "torchvision PIL qwen_vl_utils mbridge requests codetiming",
     "RL": "ray transformers nccl tqdm datasets zmq megatron.bridge requests PIL torchvision decord "
     "huggingface_hub rich pynvml mlflow",
     "ms-swift": "transformers accelerate modelscope mcore_bridge peft tqdm datasets trl requests "
