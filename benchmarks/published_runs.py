@@ -97,7 +97,7 @@ def predicted(fact: dict[str, Any], data: dict[str, Any], models: dict[str, str]
         spec = ScheduleSpec(
             *(name, fact["pp"], job.microbatches(), fact["vp"]), overlap=bool(fact["pairs"])
         )
-        split = space.even(job, fact["pp"] * fact["vp"])
+        split = space.even(job, spec.placement)
         split = split or space.balanced_in_time(job, spec.placement)
         assert split is not None
         work = space.workload(job, spec.microbatches, split)

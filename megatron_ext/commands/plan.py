@@ -73,9 +73,8 @@ def _plan(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
         save_order(args.output, best)
-    by_length = plan_lengths.wanted(own.arguments)
     file, node = args.output, args.gpus_per_node
-    data = report_json(result, spaces, ignored, notes, seconds, file, node, by_length)
+    data = report_json(result, spaces, ignored, notes, seconds, file, node, own.arguments)
     if args.microbatch_cost is not None:
         with user_input():
             rows = plan_lengths.of_points(args.microbatch_cost, result.front)

@@ -17,7 +17,6 @@ from ..plan.result import Result, sizes_of
 from ..plan.search import Search
 from ..plan.space import SearchSpace
 from ..plan.stock import allows, named, of_stock
-from ..schedule import ScheduleSpec
 from . import plan_space
 from .plan_given import Given, jobs
 from .plan_report import point_json
@@ -123,7 +122,7 @@ def _yours(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu, own: Given
         job = space.job
         if space.pp < 2:
             return without_pipeline(space, job)
-        placement = ScheduleSpec(own.schedule, space.pp, 1, own.chunks).placement
+        placement = own.placement(space.pp)
         split, count = space.even(job, placement), job.microbatches()
         if split is None:
             return (

@@ -15,7 +15,7 @@ from ..plan.flags import job_of
 from ..plan.gpu import Gpu
 from ..plan.layout import read_layout
 from ..plan.model import Job, PlanError
-from ..schedule import GENERATORS
+from ..schedule import GENERATORS, Placement, ScheduleSpec
 from .plan_input import UNEVEN, VIRTUAL, values_given
 
 
@@ -68,6 +68,10 @@ class Given:
             default = GENERATORS[name].default_chunks
             return cls(name, count if count > 1 else default, overlap, searches, every)
         return cls("1f1b" if count == 1 else "interleaved", count, overlap, searches, every)
+
+    def placement(self, pp: int) -> Placement:
+        """Where its stages lie, on so many ranks."""
+        return ScheduleSpec(self.schedule, pp, 1, self.chunks).placement
 
 
 _LAYOUT = "pipeline_model_parallel_layout"

@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from .._input import shown
-from ..plan.lengths import wanted as wanted
 from ..plan.point import Point
 from ..plan.slices import attention_share
 from ..schedule import ScheduleError, ScheduleSpec, select, simulate_messages

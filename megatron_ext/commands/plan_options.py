@@ -6,18 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 from ..plan.calibration import expected_error
-from ..plan.lengths import FLAG as LENGTHS_FLAG
-from ..plan.lengths import LENGTHS
 from ..plan.model import Job
 from ..plan.moe_job import fixed_plan
 from ..plan.overlap import ASSUMPTIONS, is_open
 from ..plan.point import Point, evaluate
-from ..plan.post_validation import takes_long, with_post_validation
+from ..plan.post_validation import FLAG, refusal, takes_long, with_post_validation
 from ..plan.result import Result
-from ..plan.slices import FLAG as SLICES
 from ..plan.space import SearchSpace
 from ..plan.vocabulary import rank_work
 from ..schedule.costs import number_to_json
@@ -116,23 +114,18 @@ def expert_overlap_text(data: dict[str, Any], gib: Callable[[int], str]) -> list
     return [f"  (all-to-alls of experts, the fastest that was tried: {', '.join(each)})"]
 
 
-def post_validation_json(best: Point, *, by_length: bool) -> dict[str, Any]:
+def post_validation_json(best: Point, beside: SimpleNamespace) -> dict[str, Any]:
     """``post_validation``: what ``--pp-post-validation`` would change; null where training refuses
     it, or an order for it takes long to make. ``no_post_validation``: why it is null.
 
     Args:
-        by_length: steps are planned for the lengths of their microbatches.
+        beside: the user's flags.
     """
-    refused = {
-        SLICES: bool(best.spec.slices),
-        "--pp-vocab-parallel": best.job.vocab_parallel,
-        f"{LENGTHS_FLAG} {LENGTHS}": by_length,
-    }
-    why = next((f"cannot be combined with {flag}" for flag, on in refused.items() if on), None)
-    if why is None and not best.is_pipeline:
-        why = "needs a pipeline"
+    why = refusal(beside, best.job)
+    if not best.is_pipeline:
+        why = f"{FLAG} needs a pipeline"
     if why is None and takes_long(best):
-        why = "was not tried: it takes long to make an order for it"
+        why = f"{FLAG} was not tried: it takes long to make an order for it"
     found = None if why else with_post_validation(best)
     row = found and {
         "step_ms": number_to_json(found.step_us / 1000),
@@ -146,7 +139,7 @@ def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str
     """``post_validation_json`` of the chosen point for people; ``gib`` writes bytes."""
     best, found = data["chosen"], data["chosen"]["post_validation"]
     if found is None:
-        return f"  (--pp-post-validation {best['no_post_validation']})"
+        return f"  ({best['no_post_validation']})"
     gain = 1 - found["step_ms"] / best["step_ms"]
     if gain < 0.0005:
         return "  (--pp-post-validation would gain nothing)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from ..plan.gpu import NODE, Gpu
@@ -32,7 +33,7 @@ def report_json(
     seconds: float,
     file: str | None,
     node: int | None,
-    by_length: bool,
+    beside: SimpleNamespace,
 ) -> dict[str, Any]:
     """The whole answer; times in milliseconds, sizes in bytes; host memory of ``node`` devices,
     if None of 8.
@@ -40,8 +41,7 @@ def report_json(
     ``chosen`` is null where nothing fits; then ``needs`` says what would. ``expected_error``: of
     step times, as a share; null where passes were measured. ``skipped``: candidates that a bound
     would have let in; ``cut``: of these, what only the limit of work left out; ``possible``: by
-    which share one of them may be faster, at most. ``by_length``: the user's steps are planned
-    for the lengths of their microbatches.
+    which share one of them may be faster, at most. ``beside``: the user's flags.
     """
     best = result.best
     shown = best or result.smallest
@@ -80,7 +80,7 @@ def report_json(
             "whole_vocabulary": whole_vocabulary(result, space, best),
             "ranks": [rank_json(rank) for rank in best.ranks],
             "node_host_bytes": nodes_json(best, node or NODE),
-            **post_validation_json(best, by_length=by_length),
+            **post_validation_json(best, beside),
         }
     else:
         part, size = shown.worst.largest_part()

@@ -153,9 +153,8 @@ class Job:
         pairs += [("--ffn-hidden-size", self.ffn_hidden_size, tp)]
         kinds = "".join((*self.layers, *self.mtp_layers))
         pairs += [("--num-experts", self.num_experts, self.expert_model_parallel_size)]
-        if "M" in kinds:
-            pairs += [("the Mamba heads", self.mamba_heads, tp)]
-            pairs += [("--mamba-num-groups", self.mamba_num_groups, tp)]
+        pairs += [("the Mamba heads", self.mamba_heads, tp if "M" in kinds else 1)]
+        pairs += [("--mamba-num-groups", self.mamba_num_groups, tp if "M" in kinds else 1)]
         pairs += [("--linear-num-key-heads", self.linear_num_key_heads, tp if "G" in kinds else 1)]
         for what, value, divisor in pairs:
             if value % divisor:

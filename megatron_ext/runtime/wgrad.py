@@ -97,8 +97,7 @@ class WeightGradStore:
         self._parameters: dict[Hashable, set[int]] = {}
         self._collecting: list[_Work] | None = None
         self._returned = False
-        self._held: set[int] = set()
-        self._placeholders: set[int] = set()
+        self._held, self._placeholders = set[int](), set[int]()
         self._at_end: list[Task] = []
         self._parts: dict[tuple[int, ...], _Work] | None = None
         self._beside: _Beside | None = None

@@ -18,7 +18,7 @@ from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.schedule import Schedule as ScheduleFeature
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.pipeline import prepare
-from megatron_ext.integration.features.schedule.rules import FILE, RULES
+from megatron_ext.integration.features.schedule.rules import COUNT, FILE, RULES
 from megatron_ext.integration.flags import (
     GROUP,
     add_arguments,
@@ -243,7 +243,9 @@ def broken_rules(folder: Path) -> list[tuple[str, dict[str, Any], dict[str, Any]
 
 
 def test_every_rule_is_refused_in_its_words(tmp_path: Path) -> None:
-    left = {re.sub(r"\\{.*?}", ".*", re.escape(rule.text)) for rule in RULES}
+    # The number of microbatches is not known yet; see ``TestFile``.
+    known = [rule for rule in RULES if rule is not COUNT]
+    left = {re.sub(r"\\{.*?}", ".*", re.escape(rule.text)) for rule in known}
     for schedule, options, changed, words in broken_rules(tmp_path):
         with pytest.raises(ConfigError) as error:
             before_megatron(arguments(**changed), ScheduleRequest.of(schedule, **options))
@@ -468,7 +470,7 @@ class TestFile:
     def test_other_microbatches(self, tmp_path: Path) -> None:
         choice = ScheduleRequest.of(self.write(tmp_path, generate("v-half", 4, 9)))
         args = arguments(virtual_pipeline_model_parallel_size=2)
-        with pytest.raises(ConfigError, match="for 9 microbatches but the run has 8"):
+        with pytest.raises(ConfigError, match="for 9 microbatches, but the run has 8"):
             after_megatron(args, choice)
 
     def test_lowered_and_interleaved_files_are_accepted(self, tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ def test_equal_ones_that_are_longer_are_planned_under_a_cap_in_bytes(
     monkeypatch: pytest.MonkeyPatch, tokens: int, planned: bool
 ) -> None:
     """The cap is for whole ones: two of twice their length would hold twice the bytes."""
-    monkeypatch.setattr(lengths, "_agreed", lambda mine, step: [Load.of([tokens])] * 2)
-    args = SimpleNamespace(seq_length=100, micro_batch_size=1, hidden_size=64)
+    monkeypatch.setattr(lengths, "_agreed", lambda mine, step: ([Load.of([tokens])] * 2, [0]))
+    args = SimpleNamespace(seq_length=100, micro_batch_size=1, hidden_size=64, pp_slice_tokens=None)
     feature: Any = Lengths()
     feature._free, feature._read = False, lambda step: None
     feature._run = SimpleNamespace(

@@ -48,6 +48,7 @@ class TestConflicts:
             ({"mtp_num_layers": 1}, "--mtp-num-layers"),
             ({"dataloader_type": "external"}, "--dataloader-type"),
             ({"qk_clip": True}, "behind the optimizer"),
+            ({"pp_vocab_parallel": True}, "--pp-vocab-parallel: embeddings"),
         ],
     )
     def test_what_it_refuses(self, given: dict[str, Any], words: str) -> None:

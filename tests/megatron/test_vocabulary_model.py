@@ -148,10 +148,6 @@ def test_what_it_does_not_support(rule: Conflict) -> None:
         checked(**{rule.attribute: off, "save": "somewhere"})
 
 
-def test_post_validation_from_the_first_step_on() -> None:
-    assert "does not support --pp-post-validation 0" in refusal(pp_post_validation=0)
-
-
 def test_format_of_checkpoints_that_nobody_writes_or_reads() -> None:
     checked(ckpt_format="torch")
     for place in ("save", "load", "pretrained_checkpoint"):

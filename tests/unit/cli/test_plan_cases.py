@@ -168,7 +168,7 @@ def test_slices_where_microbatches_are_few(run, tmp_path):
     best = data["chosen"]
     assert best["slices"] in (2, 4) and f"--pp-slices {best['slices']}" in best["flags"]
     assert best["step_ms"] < 0.9 * whole["chosen"]["step_ms"]
-    assert whole["chosen"]["slices"] == 1 and best["post_validation"] is None
+    assert whole["chosen"]["slices"] == 1 and best["post_validation"] is not None
     path = tmp_path / "stages.json"
     path.write_text(json.dumps(best["stage_cost"]))
     words = [str(path) if word == "STAGE_COST_FILE" else word for word in best["simulate"]]
@@ -209,7 +209,7 @@ def test_answers_beside_plans_for_lengths(run):
         assert row["schedule"] != "dualpipev"
     assert data["chosen"]["post_validation"] is None
     said = run("plan", "--gpu", gpu, "--from-args", line)[1]
-    assert f"--pp-post-validation cannot be combined with {LENGTHS}" in said
+    assert f"({LENGTHS} does not support --pp-post-validation: " in said
     vocabulary = line + "--pp-vocab-parallel"
     for words in ([vocabulary], [line, "--offload", "half"], [line, "--schedules", "dualpipev"]):
         status, out, err = run("plan", "--gpu", gpu, "--from-args", *words)

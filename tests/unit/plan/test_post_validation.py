@@ -7,6 +7,7 @@ import json
 import pytest
 
 from megatron_ext import cli
+from megatron_ext.plan.post_validation import FLAG
 
 MODEL = (
     "plan --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
@@ -48,3 +49,19 @@ def test_fp32_copies_hold_parameters_too(capsys: pytest.CaptureFixture[str]) -> 
 def test_in_words(capsys: pytest.CaptureFixture[str], schedule: str, words: str) -> None:
     assert cli.main([*MODEL.split(), "--bf16", "--schedules", schedule]) == 0
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16 --fp8-format hybrid",
+        "--bf16 --mtp-num-layers 1",
+        "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
+        "--optimizer muon",
+    ],
+)
+def test_what_training_refuses_is_no_advice(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = answer(capsys, f"--schedules zb-h1 {flags}")
+    wrong = " ".join(flags.rsplit("--", 1)[1:])
+    assert chosen["post_validation"] is None
+    assert str(chosen["no_post_validation"]).startswith(f"{FLAG} does not support --{wrong}: ")

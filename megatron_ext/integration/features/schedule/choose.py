@@ -34,7 +34,7 @@ from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.planner import NOTHING, Knowledge, Planner, StepUnits
 from ...errors import ConfigError
 from ...offload_request import OffloadRequest
-from .rules import OPTIONS, require
+from .rules import COUNT, OPTIONS, require
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,11 @@ class ScheduleRequest:
         if self.file is not None:
             return self.file.placement.is_vee()
         return GENERATORS[self.name].placement == "vee"
+
+    @property
+    def loops(self) -> bool:
+        """Stages are placed as Megatron does; False for ``auto`` before ``decide``."""
+        return self.name != AUTO and not self.vee
 
     @property
     def splits_backward(self) -> bool:
@@ -277,12 +282,9 @@ class ScheduleRequest:
         units = StepUnits(units) if isinstance(units, int) else units
         file, planner = self.file, self.planner
         assert planner is not None
-        if file is not None and file.microbatches != units.microbatches:
-            raise ConfigError(
-                f"schedule file {self.name} is for {file.microbatches} microbatches but the "
-                f"run has {units.microbatches} (global batch / (micro batch * data parallel)); "
-                f"generate it with --microbatches {units.microbatches}"
-            )
+        if file is not None:
+            held, asked = file.microbatches, units.microbatches
+            COUNT.require(held == asked, name=self.name, held=held, asked=asked)
         with named_errors(self.name):
             return planner.plan(units, knowledge)
 

@@ -16,7 +16,6 @@ from ....plan.estimate import Estimate
 from ....plan.layout import Split
 from ....plan.model import Job, PlanError
 from ....plan.profile import Profile
-from ....schedule import AUTO
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import Run
@@ -47,7 +46,7 @@ def described(
     Raises:
         ConfigError: a cap in bytes, for a model that cannot be described.
     """
-    splits = splits_of(args, loop=request.name != AUTO and not request.vee)
+    splits = splits_of(args, loop=request.loops)
     request = replace(request, profile=profile, splits=splits)
     estimate = _estimate(args, splits, device_name())
     request = replace(

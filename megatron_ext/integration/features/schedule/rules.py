@@ -209,4 +209,9 @@ CHUNKS = (
         lambda it: it.made is None or not it.least <= it.made <= (it.most or it.made),
     ),
 )
-RULES = (*OPTIONS, *PIPELINE, *ASKED, *CHUNKS)
+COUNT = Rule(
+    "--pp-schedule {name} is for {held} microbatches",
+    "the run has {asked} (global batch / (micro batch * data parallel))",
+    "generate it with --microbatches {asked}",
+)
+RULES = (*OPTIONS, *PIPELINE, *ASKED, *CHUNKS, COUNT)

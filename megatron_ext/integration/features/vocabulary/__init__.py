@@ -48,10 +48,6 @@ _CONFLICTS: tuple[Conflict, ...] = (
         "parts are cut from matrices that have their initial values; drop it",
     ),
     _Given(
-        "--pp-post-validation",
-        "embeddings of the next iteration would need all ranks' steps; drop it",
-    ),
-    _Given(
         "--pp-profile",
         "measured times of the last stage have the whole output layer in them; drop it and "
         "give --pp-cost",
