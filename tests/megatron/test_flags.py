@@ -244,8 +244,7 @@ def broken_rules(folder: Path) -> list[tuple[str, dict[str, Any], dict[str, Any]
 
 def test_every_rule_is_refused_in_its_words(tmp_path: Path) -> None:
     # The number of microbatches is not known yet; see ``TestFile``.
-    known = [rule for rule in RULES if rule is not COUNT]
-    left = {re.sub(r"\\{.*?}", ".*", re.escape(rule.text)) for rule in known}
+    left = {re.sub(r"\\{.*?}", ".*", re.escape(one.text)) for one in RULES if one is not COUNT}
     for schedule, options, changed, words in broken_rules(tmp_path):
         with pytest.raises(ConfigError) as error:
             before_megatron(arguments(**changed), ScheduleRequest.of(schedule, **options))
