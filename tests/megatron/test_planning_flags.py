@@ -32,6 +32,25 @@ from tests.support.stand_ins import after_megatron, before_megatron
 from .test_flags import arguments, refusal
 
 
+class TestAutoInVirtualStages:
+    """Layers of the first and the last rank, as Megatron divides them over virtual stages."""
+
+    def decided(self, **changed: Any) -> ScheduleRequest:
+        request = before_megatron(arguments(**changed), ScheduleRequest.of(AUTO))
+        return request.resolve(4, None, 8)
+
+    def test_layers_of_both_ends_are_of_all_their_stages(self) -> None:
+        names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        choice = self.decided(num_virtual_stages_per_pipeline_rank=2, **dict.fromkeys(names, 2))
+        assert choice.splits is not None
+        assert choice.splits(8).counts == (1, 3, 3, 1) * 2
+
+    def test_both_ends_count_as_layers_of_a_stage(self) -> None:
+        names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        each = {"num_layers": 14, "num_layers_per_virtual_pipeline_stage": 1}
+        assert self.decided(**each, **dict.fromkeys(names, True)).plan(8).chunks == 4
+
+
 class TestReplanning:
     """``--pp-profile-steps``: the order for measured costs, where it is faster under them."""
 

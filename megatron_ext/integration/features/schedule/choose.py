@@ -144,8 +144,9 @@ class ScheduleRequest:
 
     @property
     def loops(self) -> bool:
-        """Stages are placed as Megatron does; False for ``auto`` before ``decide``."""
-        return self.name != AUTO and not self.vee
+        """Stages are placed as Megatron does. So they are for ``auto``: it takes a V only where a
+        layout lists the stages, or where all have equally many layers."""
+        return self.name == AUTO or not self.vee
 
     @property
     def splits_backward(self) -> bool:

@@ -69,7 +69,8 @@ def _asked(args: MegatronArgs, request: ScheduleRequest, pp: int) -> _Asked | No
     if stages is not None:
         chunks = stages // pp
     elif per_stage is not None:
-        chunks = (args.num_layers or 0) // pp // (per_stage or 1) or None
+        ends = sum(bool(getattr(args, attribute)) for attribute in _UNEVEN[2:])  # count as layers
+        chunks = ((args.num_layers or 0) + ends) // pp // (per_stage or 1) or None
         flag = f"{_LAYERS} {per_stage}"
     else:
         flag = "" if chunks is None else f"{_CHUNKS} {chunks}"
