@@ -82,6 +82,7 @@ def _plan(args: argparse.Namespace) -> int:
         data["microbatch_cost"] = args.microbatch_cost
     data["model_flags"] = plan_input.model_flags(args, given)
     data |= baselines_json(others, result, gpu)
+    data["stock_only"] = own.stock_only
     flags = (data["chosen"] or data["needs"])["flags"]
     data["replaced_flags"] = replaced(args, given, flags)
     data["difference"] = difference(args, given, flags)

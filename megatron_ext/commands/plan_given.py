@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from .._conflict import argument
 from .._input import attribute, flag_of
 from ..plan.collectives import Overlap
 from ..plan.divisions import SIZES, divisions
@@ -15,6 +16,7 @@ from ..plan.flags import job_of
 from ..plan.gpu import Gpu
 from ..plan.layout import read_layout
 from ..plan.model import Job, PlanError
+from ..plan.refusals import of_schedules
 from ..schedule import GENERATORS, Placement, ScheduleSpec
 from .plan_input import UNEVEN, VIRTUAL, values_given
 
@@ -62,12 +64,18 @@ class Given:
             bool(given.get("overlap_grad_reduce")), bool(given.get("overlap_param_gather"))
         )
         searches = searches_sizes(args, given)
-        every = SimpleNamespace(**{**values, **given})
+        named = {argument(flag_of(name)): value for name, value in given.items()}
+        every = SimpleNamespace(**{**values, **given, **named})
         name = values.get("pp_schedule")
         if name in GENERATORS:
             default = GENERATORS[name].default_chunks
             return cls(name, count if count > 1 else default, overlap, searches, every)
         return cls("1f1b" if count == 1 else "interleaved", count, overlap, searches, every)
+
+    @property
+    def stock_only(self) -> str | None:
+        """Why training takes no schedule of ours beside the user's flags; None: it takes some."""
+        return of_schedules(self.arguments)
 
     def placement(self, pp: int) -> Placement:
         """Where its stages lie, on so many ranks."""

@@ -71,7 +71,7 @@ def report_json(
     if best is not None:
         data["chosen"] = {
             **point_json(best, gpu),
-            "flags": best.flags(file),
+            "flags": best.flags(file, ours=not space.stock),
             "step_ms_by_name": number_to_json(best.as_named() / 1000)
             if best.offload is None and best.is_full
             else None,
@@ -90,7 +90,7 @@ def report_json(
             "part": part,
             "part_bytes": size,
             **point_json(shown, gpu),
-            "flags": shown.flags(),
+            "flags": shown.flags(ours=not space.stock),
             "ranks": [rank_json(rank) for rank in shown.ranks],
         }
     return data

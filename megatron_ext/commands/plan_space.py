@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from .._input import meant
 from ..plan.gpu import Gpu
+from ..plan.launches import allow_full_recompute
 from ..plan.model import Job, PlanError
 from ..plan.profile import Profile
 from ..plan.slices import NUMBERS, refusal
 from ..plan.space import SearchSpace
-from ..schedule.generators import NAMES
+from ..plan.stock import of_stock
 from .options import NETWORK, SEARCHED
 from .parser import Parser
-from .plan_conflicts import OFFLOAD, allowed
+from .plan_conflicts import OFFLOAD, allowed, schedules
 from .plan_given import Given
 from .results import network_of
 
@@ -77,22 +77,18 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
         batch = args.microbatches * job.micro_batch_size * job.data_parallel_size
         job = job.with_(global_batch_size=batch)
     job.microbatches()  # refuses what cannot be divided
-    names = tuple(args.schedules.split(",")) if args.schedules else NAMES
-    for name in names:
-        if name not in NAMES:
-            raise PlanError(
-                f"unknown schedule {name!r}; give some of {', '.join(NAMES)}{meant(name, NAMES)}"
-            )
+    names = schedules(args.schedules)
     named = bool(args.schedules)
-    names, job, kinds, vocabulary = allowed(names, job, args.offload, own.arguments, named=named)
-    return SearchSpace(
+    beside = own.arguments
+    names, job, kinds, vocabulary, cheap = allowed(names, job, args.offload, beside, named=named)
+    space = SearchSpace(
         job,
         gpu,
         pp,
         names,
         numbers(args.chunks, "--chunks") or _chunks(job, own),
         _sizes(args, job, _profiles(args, job)),
-        recompute(args, job),
+        recompute(args, job, cheap),
         kinds,
         args.offload_transfer,
         not args.no_balance,
@@ -100,10 +96,13 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
         network_of(args),
         always_offload=args.offload in OFFLOAD,
         vocabulary=args.shard_vocabulary == "auto" and vocabulary,
-        full_recompute=args.cheap_recompute in (None, "auto") and not args.profile,
+        full_recompute=args.cheap_recompute in (None, "auto")
+        and not args.profile
+        and allow_full_recompute(job),
         overlap=own.overlap,
         slices=_slices(args, job, own),
     )
+    return space if own.stock_only is None else of_stock(space)
 
 
 def _slices(args: argparse.Namespace, job: Job, own: Given) -> tuple[int, ...]:
@@ -156,14 +155,16 @@ def _sizes(
     return tuple(b for b in sorted({1, 2, 4, job.micro_batch_size}) if share % b == 0)
 
 
-def recompute(args: argparse.Namespace, job: Job) -> tuple[bool, ...]:
-    """Which of without and with cheap recompute."""
+def recompute(args: argparse.Namespace, job: Job, cheap: bool = True) -> tuple[bool, ...]:
+    """Which of without and with cheap recompute; ``cheap``: training takes it."""
     if args.cheap_recompute in (None, "auto"):
         if job.recompute_granularity == "full":
             return (False,)
-        return (True,) if job.cheap_recompute else (False, True)
+        return (True,) if job.cheap_recompute else (False, True)[: 1 + cheap]
     if args.cheap_recompute == "on" and job.recompute_granularity == "full":
         raise PlanError("--cheap-recompute on has nothing to do under full recomputation")
+    if args.cheap_recompute == "on" and not cheap:
+        raise PlanError("--cheap-recompute on: training refuses it beside your flags; drop it")
     return (args.cheap_recompute == "on",)
 
 

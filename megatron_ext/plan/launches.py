@@ -37,21 +37,35 @@ _GROUPED, _QUANTIZED = (2, 4), (8, 14)
 _SWITCHES = ("enable_cuda_graph", "external_cuda_graph")  # before there was --cuda-graph-impl
 _LISTS = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
 GRAPHS = tuple(flag_of(name) for name in ("cuda_graph_impl", *_SWITCHES, *_LISTS))
-WHOLE = "whole"  # in ``Job.graphed``: an iteration, or every layer
+# In ``Job.graphed``: an iteration, or every layer; and which of them.
+WHOLE, ITERATION = "whole", "full_iteration"
 
 
 def graphed(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Modules that CUDA graphs hold, or ``WHOLE``, by Megatron's arguments of all versions."""
+    """Modules that CUDA graphs hold, or ``WHOLE``, with ``ITERATION`` where they hold all of it, by
+    Megatron's arguments of all versions."""
     kind = str(values.get("cuda_graph_impl") or "none")
     if kind == "none" and not any(values.get(name) for name in _SWITCHES):
         return ()
+    names = modules_of(values)
+    if kind == ITERATION or ITERATION in names:
+        return (WHOLE, ITERATION)
+    return (WHOLE,) if not names or "full" in names else tuple(sorted(names))
+
+
+def modules_of(values: Mapping[str, Any]) -> set[str]:
+    """What is listed as the modules, or the scope, of CUDA graphs."""
     names: set[str] = set()
     for name in _LISTS:
         given = values.get(name) or ()
         given = given.replace(",", " ").split() if isinstance(given, str) else given
         names |= {str(getattr(one, "name", one)) for one in given if one is not True}
-    whole = kind == "full_iteration" or not names or names & {"full", "full_iteration"}
-    return (WHOLE,) if whole else tuple(sorted(names))
+    return names
+
+
+def allow_full_recompute(job: Job) -> bool:
+    """False for CUDA graphs of single layers, by Megatron's own rules."""
+    return not job.graphed or ITERATION in job.graphed
 
 
 def waits(job: Job, kernels: tuple[int, int], *modules: str) -> Work:

@@ -137,11 +137,12 @@ class Point:
         network = self.workload.network
         return words if network is None else words + network.words
 
-    def flags(self, file: str | None = None) -> list[str]:
+    def flags(self, file: str | None = None, *, ours: bool = True) -> list[str]:
         """Of training: ours, and Megatron's own that the point needs.
 
         Args:
             file: a schedule file that holds this point's order; None: by name.
+            ours: training takes ``--pp-schedule``; else the point is stock's own.
         """
         job, spec, split = self.workload.job, self.spec, self.workload.split
         words = [*_division_flags(job), f"--pipeline-model-parallel-size {spec.pp}"]
@@ -161,6 +162,8 @@ class Point:
         if job.overlap_moe_expert_parallel_comm:
             words += [PAIRS]
         words += moe_flags(job)
+        if not ours:
+            return words
         if file is not None:
             return [*words, f"--pp-schedule {file}"]
         words += [f"--pp-schedule {spec.name}"]

@@ -18,7 +18,7 @@ from ..schedule.actions import Op
 from ..schedule.effects import passes
 from ..schedule.passes.lower import lower
 from ..schedule.post_validation import add_post_validation, head_length, steady_time
-from . import lengths
+from . import lengths, refusals
 from .memory import MESSAGES, message_bytes
 from .model import Job
 from .point import Point
@@ -100,13 +100,12 @@ def refusal(args: Any, job: Job) -> str | None:
         **{name: getattr(job, name) for name in (*names, "num_distributed_optimizer_instances")},
         "mtp_num_layers": len(job.mtp_layers),
         "pp_vocab_parallel": job.vocab_parallel,
-        "fp8": getattr(args, "fp8_format", None),
-        "fp4": getattr(args, "fp4_format", None),
     }
     found = first_conflict(CONFLICTS, SimpleNamespace(**{**vars(args), **decided}))
     if found is not None:
         return f"{FLAG} does not support {found[1]}"
-    return lengths.refusal(args, pp_post_validation=True)
+    options = {"pp_post_validation": True}
+    return lengths.refusal(args, **options) or refusals.of_options(args, **options)
 
 
 def takes_long(point: Point) -> bool:

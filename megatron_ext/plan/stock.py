@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..schedule import GENERATORS, ScheduleSpec
+from .launches import allow_full_recompute
 from .model import Job
 from .moe_job import has_experts, without_chunks
+from .refusals import STOCK
 from .space import SearchSpace
 from .vocabulary import BARRIERS
 from .workload import Workload
@@ -24,13 +26,13 @@ def of_stock(space: SearchSpace) -> SearchSpace:
     return replace(
         space,
         job=job,
-        schedules=("1f1b", "interleaved"),
+        schedules=STOCK,
         cheap_recompute=(job.cheap_recompute,),
         offload=(),
         balance=False,
         always_offload=False,
         vocabulary=False,
-        full_recompute=not space.profiles and not job.cheap_recompute,
+        full_recompute=not space.profiles and not job.cheap_recompute and allow_full_recompute(job),
         slices=(),
         stock=True,
     )

@@ -18,13 +18,10 @@ from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.schedule import Schedule as ScheduleFeature
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.pipeline import prepare
-from megatron_ext.integration.features.schedule.rules import COUNT, FILE, RULES
-from megatron_ext.integration.flags import (
-    GROUP,
-    add_arguments,
-    defaults,
-)
+from megatron_ext.integration.features.schedule.rules import COUNT, RULES
+from megatron_ext.integration.flags import GROUP, add_arguments, defaults
 from megatron_ext.integration.offload_request import OffloadRequest
+from megatron_ext.plan.refusals import FILE
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.generators.vocabulary import add_vocabulary
 from megatron_ext.schedule.io import save

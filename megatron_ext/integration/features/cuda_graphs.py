@@ -16,40 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...plan import refusals
+from ...plan.refusals import GRAPHS, LOCAL, TRANSFORMER_ENGINE, WHOLE, implementation
 from ...schedule.actions import Op
 from ...schedule.schedule import Schedule
-from ..arguments import MegatronArgs
 from ..callbacks import Callback, Step
-from ..feature import Conflict, Feature, Run, require_no_conflict
+from ..feature import Feature, Run, require_no_conflict
 from ..hooks import hooked
 from ..rules import Rule
 from ..targets import GRAPH_ORDER
-
-LOCAL, TRANSFORMER_ENGINE, WHOLE = "local", "transformer_engine", "full_iteration"
-_FIXED = "graphs are replayed in the order in which they were captured; drop it"
-_POOL = "a captured layer saves its tensors in the graphs' memory; drop it"
-
-
-def implementation(args: MegatronArgs) -> tuple[str, str] | None:
-    """Which CUDA graphs are asked for, and the flags that say so; None without any.
-
-    Args:
-        args: Megatron's, before or after its validation, or a model's configuration.
-    """
-    asked = getattr(args, "cuda_graph_impl", None) or "none"
-    flag = f"--cuda-graph-impl {asked}"
-    for name, kind in (("enable_cuda_graph", LOCAL), ("external_cuda_graph", TRANSFORMER_ENGINE)):
-        if getattr(args, name, None):
-            asked, flag = kind, f"--{name.replace('_', '-')}"
-    if asked == "none":
-        return None
-    # Up to core_v0.17 a whole iteration is a scope of local graphs, and later ones migrate that.
-    for name in ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules"):
-        scopes = getattr(args, name, None) or ()
-        scopes = [scopes] if isinstance(scopes, str) else scopes
-        if any(getattr(scope, "name", scope) == WHOLE for scope in scopes):
-            return WHOLE, f"--cuda-graph-scope {WHOLE}"
-    return asked, flag
 
 
 def capture_order(plan: Schedule, rank: int) -> list[int]:
@@ -71,13 +46,12 @@ _GRAPHS = "--pp-schedule {schedule} does not support {flag}"
 _STOCK = "use 1f1b or interleaved, or drop it"
 NO_ITERATION = Rule(
     _GRAPHS,
-    "messages between ranks and the schedule's own bookkeeping cannot be captured",
+    refusals.NO_ITERATION,
     "use --cuda-graph-impl local or transformer_engine with 1f1b or interleaved, or drop it",
 )
 NO_SPLIT = Rule(
     _GRAPHS,
-    "a captured backward pass computes weight gradients with it, and this schedule computes them "
-    "later, in W",
+    refusals.NO_SPLIT,
     _STOCK,
 )
 # Megatron up to 0.18 drops the pool's hold on the last stage's output at once, which is right if
@@ -111,15 +85,7 @@ class CudaGraphs(Feature):
     """On with ``--cuda-graph-impl local`` or ``transformer_engine``, and their older names."""
 
     per_model = True
-    conflicts = (
-        Conflict("--pp-offload", _POOL),
-        Conflict("--pp-offload-chunks", _POOL),
-        Conflict("--pp-cheap-recompute", _POOL),
-        Conflict("--pp-post-validation", _FIXED),
-        Conflict("--pp-profile-steps", _FIXED),
-        Conflict("--rampup-batch-size", "it changes the number of microbatches; drop it"),
-        Conflict("--step-batch-size-schedule", "it changes the number of microbatches; drop it"),
-    )
+    conflicts = GRAPHS
 
     rules = (NO_ITERATION, NO_SPLIT, NO_FILE, NO_LIBRARY, WARM, ONE_SHAPE, TRAINED)
 

@@ -14,26 +14,16 @@ from typing import Any
 
 import torch
 
+from ...plan.refusals import CHEAP_RECOMPUTE
 from ..arguments import MegatronArgs
 from ..callbacks import Callback
-from ..feature import Conflict, Feature, Flag, Run, require_no_conflict
+from ..feature import Feature, Flag, Run, require_no_conflict
 from ..hooks import hooked
 from ..targets import CHECKPOINT_INIT, MLP_FORWARD
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--pp-cheap-recompute"
-
-
-_ONE = "drop one of them"
-_FULL = f"it belongs to --recompute-granularity full, and this recomputes parts of layers; {_ONE}"
-_OF_FULL = ("recompute-method", "recompute-num-layers", "distribute-saved-activations")
-
-
-class _Whole(Conflict):
-    def found(self, args: MegatronArgs) -> str | None:
-        # The short form of selective recompute wins in Megatron too.
-        return None if args.recompute_activations else super().found(args)
 
 
 class Recompute(Feature):
@@ -50,22 +40,7 @@ class Recompute(Feature):
         ),
     )
 
-    conflicts = (
-        _Whole("--recompute-granularity", f"it recomputes whole layers; {_ONE}", values=("full",)),
-        *(Conflict(f"--{name}", _FULL) for name in _OF_FULL),
-        Conflict(
-            "--use-transformer-engine-op-fuser",
-            "it fuses norm, linear layers and activation function into one, with nothing between "
-            f"them to discard; {_ONE}",
-        ),
-        Conflict(
-            "--fp8-recipe",
-            "recomputing would count a tensor twice in its scaling history; use another recipe, "
-            "e.g. blockwise",
-            values=("delayed",),  # Megatron's default
-            beside="--fp8-format",
-        ),
-    )
+    conflicts = CHEAP_RECOMPUTE
 
     def check(self, run: Run) -> None:
         if run.args.pp_cheap_recompute:

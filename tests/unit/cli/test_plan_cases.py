@@ -223,3 +223,39 @@ def test_slices_are_for_models_that_training_cuts(run):
     assert all(row["slices"] == 1 for row in data["front"])
     status, out, err = run("plan", "--gpu", "H100", "--from-args", line, "--slices", "2")
     assert (status, out) == (2, "") and "--pp-slices does not support --fp8-format" in err
+
+
+# Of the user's own run, with schedules of ours that training takes beside it.
+BESIDE = {
+    "--cuda-graph-impl local": {"1f1b", "interleaved"},
+    "--cuda-graph-impl full_iteration": set(),
+    "--fine-grained-activation-offloading --offload-modules attn_norm": set(),
+}
+
+
+@pytest.mark.parametrize("flags", BESIDE)
+def test_nothing_that_training_refuses_beside_the_users_flags(run, flags):
+    gpu, line = SMALL["small"]
+    words = ["plan", "--gpu", gpu, "--from-args", f"{line} {flags}", "--json", "--memory-cap"]
+    data = json.loads(run(*words, "60GiB")[1])
+    chosen, printed = data["chosen"], " ".join(data["chosen"]["flags"])
+    if not BESIDE[flags]:
+        assert "--pp-" not in printed and flags.split()[0] in data["stock_only"]
+        refused = run(*words, "60GiB", "--schedules", "v-half")
+        assert refused[0] == 2 and data["stock_only"] in refused[2]
+        return
+    assert data["stock_only"] is None and chosen["schedule"] in BESIDE[flags]
+    assert {point["schedule"] for point in data["front"]} <= BESIDE[flags]
+    for point in data["front"]:
+        assert not point["cheap_recompute"] and not point["vocab_parallel"]
+        assert point["offload"] is None and point["recompute"] is None, "Megatron's own rule"
+    assert flags in chosen["no_post_validation"]
+
+
+def test_cheap_recompute_is_not_tried_beside_delayed_scaling(run):
+    _, line = SMALL["small"]
+    words = ["plan", "--gpu", "H100", "--json", "--memory-cap", "6GiB", "--from-args"]
+    for recipe, tried in (("delayed", False), ("blockwise", True)):
+        flags = f"{line} --fp8-format hybrid --fp8-recipe {recipe}"
+        front = json.loads(run(*words, flags)[1])["front"]
+        assert any(point["cheap_recompute"] for point in front) == tried

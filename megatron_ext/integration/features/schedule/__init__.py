@@ -15,7 +15,7 @@ from ...hooks import Hook, hooked
 from ...model_classes import require_chunks
 from ...targets import DATASETS, SEQLEN_COUNT, TRAIN_STEP
 from ...utils import file_contents
-from .rules import CONFLICTS, RULES
+from .rules import RULES, SCHEDULE
 
 
 def _compared(value: str, args: MegatronArgs) -> str:
@@ -78,7 +78,7 @@ class Schedule(Feature):
     """Runs the schedule; most other features work on it."""
 
     flags = _FLAGS
-    conflicts = CONFLICTS
+    conflicts = SCHEDULE
     rules = RULES
 
     def check(self, run: Run) -> None:

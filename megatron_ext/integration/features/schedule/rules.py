@@ -1,96 +1,16 @@
-"""What ``--pp-schedule`` refuses, as data: single options of Megatron, and combinations.
+"""What ``--pp-schedule`` refuses, as data: combinations; single options are in ``plan.refusals``.
 
 Rules are in one table for each time at which their facts are there.
 """
 
 from __future__ import annotations
 
-from ...._conflict import Conflict
+from ....plan.refusals import FILE as FILE
+from ....plan.refusals import SCHEDULE as SCHEDULE
+from ....plan.refusals import V_PLACEMENT as V_PLACEMENT
 from ....schedule.generators import MOST_EFFORT
-from ...arguments import MegatronArgs
 from ...rules import TWO_RANKS, Rule
 from ...rules import require as require
-
-_ORDER = "it works out what comes next from the order of stock's schedules; drop it"
-_FSDP = (
-    "it frees parameters after each pass, but a weight gradient may come passes later; use "
-    "--use-distributed-optimizer"
-)
-_COUNT = "a file has a fixed number of microbatches; use a schedule's name"
-V_PLACEMENT = "V placement"
-FILE = "a schedule file"
-
-
-class _LocalAttention(Conflict):
-    """A conflict with Megatron's local attention only; Transformer Engine's ignores the flag."""
-
-    def found(self, args: MegatronArgs) -> str | None:
-        return super().found(args) if args.transformer_impl == "local" else None
-
-
-CONFLICTS: tuple[Conflict, ...] = (
-    Conflict("--cpu-offloading", "Megatron allows it only without a pipeline; drop it"),
-    Conflict("--fine-grained-activation-offloading", _ORDER),
-    Conflict(
-        "--defer-embedding-wgrad-compute",
-        "the schedule itself decides when the output layer's weight gradient is computed; drop it",
-    ),
-    Conflict("--use-megatron-fsdp", _FSDP),
-    Conflict("--use-torch-fsdp2", _FSDP),
-    Conflict(
-        "--num-microbatches-with-partial-activation-checkpoints",
-        "which microbatches may keep their activations depends on the order of stock's "
-        "schedules; drop it and use a schedule with less memory",
-    ),
-    Conflict(
-        "--overlap-param-gather-with-optimizer-step",
-        "it expects chunks to start in the order of stock's interleaved schedule; use "
-        "--overlap-param-gather alone",
-    ),
-    Conflict(
-        "--hybrid-context-parallel",
-        "it reorders microbatches inside stock's schedules; drop it",
-    ),
-    Conflict("--moe-paged-stash", _ORDER),
-    Conflict(
-        "--perform-rl-step",
-        "inference between training steps runs its own pipeline through the model; drop one "
-        "of them",
-    ),
-    Conflict(
-        "--inprocess-restart",
-        "the hooks of the first start would meet the second; let torchrun restart the ranks "
-        "(--max-restarts)",
-    ),
-    Conflict("--rampup-batch-size", _COUNT, only=FILE),
-    Conflict("--step-batch-size-schedule", _COUNT, only=FILE),
-    Conflict(
-        "--use-legacy-models",
-        "Megatron's legacy models number their layers in loop order; drop it, or use a "
-        "schedule without V placement, e.g. zb-h1",
-        only=V_PLACEMENT,
-    ),
-    Conflict(
-        "--heterogeneous-layers-config-path",
-        "Megatron's scripts build these layers for one chunk a rank; use a schedule with one, "
-        "e.g. zb-h1",
-        only=V_PLACEMENT,
-    ),
-    Conflict(
-        "--iterations-to-skip",
-        "Megatron's scripts draw the data of skipped iterations for one chunk a rank; use a "
-        "schedule with one, e.g. zb-h1",
-        only=V_PLACEMENT,
-    ),
-    _LocalAttention(
-        "--reset-attention-mask",
-        "with --transformer-impl local the stages between the first and the last would look "
-        "across documents, since Megatron's scripts make this mask on these two alone; use a "
-        "schedule without V placement, e.g. zb-h1, on two ranks",
-        only=V_PLACEMENT,
-    ),
-)
-
 
 OPTIONS = (
     Rule(

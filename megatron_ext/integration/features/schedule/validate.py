@@ -19,7 +19,7 @@ from ...model_classes import (
 from ...utils import full_batch, most_microbatches
 from .choose import ScheduleRequest
 from .estimate import described
-from .rules import ASKED, CHUNKS, CONFLICTS, FILE, PIPELINE, V_PLACEMENT, require
+from .rules import ASKED, CHUNKS, FILE, PIPELINE, SCHEDULE, V_PLACEMENT, require
 from .slice_count import with_slices
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
@@ -118,7 +118,7 @@ def check_facts(run: Run) -> None:
     auto = request.name == AUTO
     parts = {"": True, V_PLACEMENT: not auto and request.vee, FILE: request.file is not None}
     used = {part: flag for part, there in parts.items() if there}
-    require_no_conflict(args, CONFLICTS, used)
+    require_no_conflict(args, SCHEDULE, used)
     if run.library:
         stages = None if _chunks_of(request)[0] == 1 else 2
         fix = f"build it with virtual_pipeline_model_parallel_size={stages}"
@@ -200,7 +200,7 @@ def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, .
     """The schedules that auto may choose from: those that this model can be built for, and that
     take its microbatches."""
     provider = script_provider()
-    vee = not any(c.found(args) is not None for c in CONFLICTS if c.only == V_PLACEMENT)
+    vee = not any(c.found(args) is not None for c in SCHEDULE if c.only == V_PLACEMENT)
     vee = vee and not (provider is not None and builds_other_models(provider))
     chunks: int | None = None
     if asked is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ....plan.refusals import VOCABULARY
 from ...arguments import MegatronArgs
 from ...callbacks import Callback, Step
-from ...feature import Conflict, Feature, Flag, Needs, Run, require_no_conflict
+from ...feature import Feature, Flag, Needs, Run, require_no_conflict
 from ...gradients import gradient_hook, require_gradient_hooks
 from ...hooks import Hook
 from ...layout import require_prediction_last
@@ -17,63 +18,6 @@ from .model import RULES, SharedOut, require_divisible
 from .passes import runner_of
 
 _CHUNKS = "--pp-vocab-chunks"
-_GRAPHS = "passes of the vocabulary run between captured layers, in an order of their own; drop it"
-_LOGITS = "no rank has a token's logits; drop it"
-
-
-class _Given(Conflict):
-    """A conflict with a flag of ours, whose value may be 0."""
-
-    def found(self, args: MegatronArgs) -> str | None:
-        value = getattr(args, self.attribute, None)
-        return None if value is None else str(value)
-
-
-class _Saved(Conflict):
-    """A conflict with a format of checkpoints, where the run saves or loads any."""
-
-    def found(self, args: MegatronArgs) -> str | None:
-        loads = args.load or getattr(args, "pretrained_checkpoint", None)
-        return super().found(args) if args.save or loads else None
-
-
-_CONFLICTS: tuple[Conflict, ...] = (
-    Conflict("--use-mup", "it scales embeddings and logits of whole matrices; drop it"),
-    Conflict(
-        "--variable-seq-lengths",
-        "the ranks exchange hidden states of one shape; pad sequences and drop it",
-    ),
-    Conflict(
-        "--init-model-with-meta-device",
-        "parts are cut from matrices that have their initial values; drop it",
-    ),
-    _Given(
-        "--pp-profile",
-        "measured times of the last stage have the whole output layer in them; drop it and "
-        "give --pp-cost",
-    ),
-    _Given(
-        "--pp-profile-steps",
-        "times of the vocabulary's passes are not measured; drop it and give --pp-cost",
-    ),
-    Conflict("--cuda-graph-impl", _GRAPHS),
-    Conflict("--enable-cuda-graph", _GRAPHS),
-    Conflict("--external-cuda-graph", _GRAPHS),
-    Conflict("--fp8-output-proj", "the output layer's parts are multiplied unquantized; drop it"),
-    Conflict("--output-logit-dtype", "logits have the type of the parameters, then fp32; drop it"),
-    Conflict(
-        "--tensor-parallel-num-weight-shards",
-        "it shards the vocabulary in another way; drop it",
-    ),
-    Conflict("--logits-save-dir", _LOGITS),
-    Conflict("--logits-load-dir", _LOGITS),
-    Conflict("--export-kd-teacher-load", _LOGITS),
-    _Saved(
-        "--ckpt-format",
-        "it names tensors by rank, and no rank has a whole matrix; use torch_dist",
-        off=("torch_dist",),
-    ),
-)
 
 
 class VocabularyParallel(SharedOut, Feature):
@@ -99,7 +43,7 @@ class VocabularyParallel(SharedOut, Feature):
             needs=Needs({FLAG: ()}, FLAG),
         ),
     )
-    conflicts = _CONFLICTS
+    conflicts = VOCABULARY
     rules = RULES
 
     def check(self, run: Run) -> None:
