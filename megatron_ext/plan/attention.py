@@ -88,7 +88,7 @@ def attention(job: Job, *, window: int | None = None) -> Part:
     if not job.flash_attention and not job.recomputes("core_attn"):
         repeated = 2 * q  # keys and values are repeated for every query head first
     kept: Pieces = [SavedTensor("queries, keys, values", e * t * (q + repeated)), *scores(job)]
-    parameters = before.parameters
+    parameters = before.parameters + _offsets(job)
     own = job.qk_layernorm and not job.qk_l2_norm  # which wins, and has no parameters
     if job.qk_layernorm or job.qk_l2_norm:
         numbers = 2 if own and job.normalization == "LayerNorm" else 1
@@ -121,6 +121,12 @@ def attention(job: Job, *, window: int | None = None) -> Part:
     )
 
 
+def _offsets(job: Job) -> int:
+    """Parameters of ``--softmax-type learnable``: one a head."""
+    learned = job.softmax_type == "learnable"
+    return learned * job.num_attention_heads // job.tensor_model_parallel_size
+
+
 def _projection(job: Job, width: int) -> Pieces:
     """Attention's output, which a flash kernel keeps too, and the layer after it."""
     output: Pieces = [
@@ -145,7 +151,7 @@ def latent_attention(job: Job) -> Part:
     before = norm(job, "attention", offload="attn_norm")
     recomputes = job.recomputes("mla_up_proj")
     pieces: Pieces = [before.saved]
-    parameters = before.parameters
+    parameters = before.parameters + _offsets(job)
     if job.q_lora_rank is None:
         pieces.append(column(job, "input of queries", h, q, input=before.input))
     else:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .gpu import Gpu
 from .memory import StageBytes
 from .model import Job
-from .parameters import Count, StateBytes, gathered_bytes
+from .parameters import Count, gathered_bytes, state_bytes
 from .times import MESSAGE_S
 
 ATTENTION = "*w+"  # kinds of layers whose keys and values context-parallel ranks exchange
@@ -26,7 +26,9 @@ ASSUMPTIONS = (
     "--overlap-grad-reduce and --overlap-param-gather what one microbatch's passes do not hide",
     "context-parallel exchange: keys and values over a ring, hidden by attention itself as far as "
     "that takes as long",
-    "the optimizer's step: its states, read and written once at the memory's rate",
+    "the optimizer's step: its states, read and written once at the memory's rate; with "
+    "--optimizer-cpu-offload gradients of what is on the host go there and parameters come back, "
+    "at the link's rate; what the host computes is not counted",
 )
 
 
@@ -129,9 +131,16 @@ class Links:
         # Back, keys and values travel again and their gradients with them.
         return max(0.0, sent - hidden), max(0.0, 2 * sent - 2.5 * hidden)
 
-    def optimizer(self, states: StateBytes) -> float:
-        """Seconds of its step: what it keeps is read and written."""
-        return 2 * states.optimizer / self.gpu.bandwidth
+    def optimizer(self, job: Job, count: Count) -> float:
+        """Seconds of its step: what it keeps is read and written, and what is on the host (an fp32
+        parameter and two moments each) gets its gradient from here and gives the parameter."""
+        own = state_bytes(job, count).optimizer
+        here = 2 * own / self.gpu.bandwidth
+        if not job.optimizer_cpu_offload:
+            return here
+        away = state_bytes(job.with_(optimizer_offload_fraction=0.0), count).optimizer - own
+        sent = away / 3
+        return here + sent / self.gpu.to_host + sent / self.gpu.to_device
 
 
 def overhead(
@@ -156,12 +165,11 @@ def overhead(
     found = []
     for row, (forward, backward), layers in zip(rows, passes, attention):
         count = sum((stage.parameters for stage in row), Count())
-        states = sum((stage.states for stage in row), StateBytes())
         gradients, parameters = links.data(job, count)
         if overlap.gradients:
             gradients = max(0.0, gradients - backward)
         if overlap.parameters:
             parameters = max(0.0, parameters - forward)
         context = exposed * layers * microbatches
-        found.append(Overhead(gradients + parameters, context, links.optimizer(states)))
+        found.append(Overhead(gradients + parameters, context, links.optimizer(job, count)))
     return max(found, key=lambda one: one.total)

@@ -13,7 +13,7 @@ from megatron_ext.plan.alone import without_pipeline
 from megatron_ext.plan.cases import cases
 from megatron_ext.plan.collectives import Links, Overlap, overhead
 from megatron_ext.plan.divisions import divisions
-from megatron_ext.plan.flags import read
+from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import gpu_of
 from megatron_ext.plan.layout import Split
 from megatron_ext.plan.memory import stage_bytes, states_of
@@ -262,3 +262,20 @@ def test_attention_hides_context_parallel_exchange():
     assert Links(A100, 8).context(job) == (0.0, 0.0)
     slow = Links(A100.with_(peer=1e9), 8).context(job)
     assert slow[0] > 0 and slow[1] > slow[0]
+
+
+def test_an_optimizer_on_the_host_takes_time_too():
+    """Of a parameter on the host, 4 bytes of gradient go there and 4 of the parameter come back."""
+    line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16 "
+    links, count = Links(A100, 8), Count(12_000_000)
+    here, half, away = (
+        links.optimizer(job_of(read(f"{line}{more}".split())[0]), count)
+        for more in (
+            "",
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+            "--optimizer-cpu-offload",
+        )
+    )
+    assert here == 2 * 12 * 12e6 / A100.bandwidth
+    assert away == pytest.approx(4 * 12e6 * (1 / A100.to_host + 1 / A100.to_device))
+    assert half == pytest.approx((here + away) / 2)

@@ -12,7 +12,7 @@ from megatron_ext.plan.kinds import layer
 from megatron_ext.plan.layout import Stage, even_split
 from megatron_ext.plan.memory import growth, message_bytes, rank_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
-from megatron_ext.plan.parameters import Count, state_bytes
+from megatron_ext.plan.parameters import Count, layer_parameters, state_bytes
 from megatron_ext.reproduce.jobs import Model, activation_gib, published_k, simulated
 from megatron_ext.reproduce.rows import published
 from megatron_ext.schedule.costs import Costs
@@ -154,6 +154,17 @@ def test_instances_of_the_optimizer_each_keep_all_of_its_states():
     for wrong, ranks in (("3", 8), ("8", 4)):
         with pytest.raises(PlanError, match=f"divide the {ranks} ranks"):
             job_of(read([*line.split(), wrong])[0])
+
+
+@pytest.mark.parametrize("latent", ["", "--multi-latent-attention --position-embedding-type rope"])
+def test_learnable_softmax_has_a_parameter_a_head(latent):
+    for ranks in (1, 4):
+        sizes = f"--tensor-model-parallel-size {ranks}"
+        plain, learnable = (
+            layer_parameters(job(latent, sizes, more), 0).total
+            for more in ("", "--softmax-type learnable")
+        )
+        assert learnable - plain == 32 // ranks
 
 
 def test_a_precision_aware_optimizer():
