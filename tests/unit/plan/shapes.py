@@ -62,6 +62,21 @@ SHAPES = {
     "--moe-shared-expert-intermediate-size 192 --moe-layer-freq ([0]+[1]) --mtp-num-layers 1",
 }
 
+# ``moe_act`` needs Transformer Engine's grouped layers. With biases Megatron's recompute of ``mlp``
+# never ends where its layers are local: the bias is a result, and so becomes part of the graph.
+_SELECTIVE = " --recompute-granularity selective --recompute-modules "
+_SHARED = SHAPES["shared expert"]
+SHAPES |= {
+    "recomputed norms of experts": _SHARED + _SELECTIVE + "layernorm",
+    "recomputed MLP": LLAMA + " --bf16" + _SELECTIVE + "mlp",
+    "recomputed norms and MLP": LLAMA + _SELECTIVE + "layernorm mlp",
+    "recomputed shared layer": _SHARED + _SELECTIVE + "moe",
+    "recomputed shared expert": _SHARED + _SELECTIVE + "shared_experts",
+    "recomputed deepseek": SHAPES["deepseek"] + _SELECTIVE + "mla_up_proj mlp",
+    "recomputed deepseek experts": SHAPES["deepseek"] + _SELECTIVE + "mla_up_proj moe layernorm",
+    "recomputed latent scores": LATENT + _SELECTIVE + "core_attn",
+}
+
 # Read by both, and some that plan writes.
 LAYOUTS = (
     *("Et|t|tL", "E|t|tt|L", "Ettt|t|ttL", "Et*3|(t|)*2tt,L", "E|(t*2|)*2L"),
