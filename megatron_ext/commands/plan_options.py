@@ -14,7 +14,7 @@ from ..plan.model import Job
 from ..plan.moe_job import fixed_plan
 from ..plan.overlap import ASSUMPTIONS, is_open
 from ..plan.point import Point, evaluate
-from ..plan.post_validation import FLAG, refusal, takes_long, with_post_validation
+from ..plan.post_validation import FLAG, RERUN, refusal, takes_long, with_post_validation
 from ..plan.result import Result
 from ..plan.space import SearchSpace
 from ..plan.vocabulary import rank_work
@@ -128,6 +128,7 @@ def post_validation_json(best: Point, beside: SimpleNamespace) -> dict[str, Any]
         why = f"{FLAG} was not tried: it takes long to make an order for it"
     found = None if why else with_post_validation(best)
     row = found and {
+        "flags": FLAG + RERUN * (getattr(beside, "rerun_mode", None) is None),
         "step_ms": number_to_json(found.step_us / 1000),
         "copies_bytes": max(found.copies),
         "peak_bytes": found.worst,
@@ -148,7 +149,7 @@ def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str
     if found["peak_bytes"] > data["memory_cap_bytes"]:
         peak += ", which is over the budget"
     return (
-        f"  (--pp-post-validation: a step takes {found['step_ms']:.1f} ms, {gain:.1%} less; extra "
+        f"  ({found['flags']}: a step takes {found['step_ms']:.1f} ms, {gain:.1%} less; extra "
         f"{gib(found['copies_bytes'])} at most until validated, {peak})"
     )
 

@@ -25,6 +25,7 @@ from .point import Point
 from .work import MOST, Work, full
 
 FLAG = "--pp-post-validation"
+RERUN = " --rerun-mode disabled"  # which it needs, and which is not Megatron's default
 _AHEAD = "the next iteration has begun when Megatron comes to it; drop it"
 _HOOKED = "the first passes of an iteration run before Megatron prepares for them; drop it"
 _STATE = "its state is not known to be restored exactly; drop it"

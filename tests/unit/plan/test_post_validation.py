@@ -44,7 +44,10 @@ def test_fp32_copies_hold_parameters_too(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
-    [("v-zb", "(--pp-post-validation: a step takes "), ("1f1b", "would gain nothing")],
+    [
+        ("v-zb", "(--pp-post-validation --rerun-mode disabled: a step takes "),
+        ("1f1b", "would gain nothing"),
+    ],
 )
 def test_in_words(capsys: pytest.CaptureFixture[str], schedule: str, words: str) -> None:
     assert cli.main([*MODEL.split(), "--bf16", "--schedules", schedule]) == 0
