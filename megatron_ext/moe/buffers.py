@@ -268,6 +268,9 @@ class Record(ActivationSet):
 
         Yields:
             What computes it again; None where nothing is.
+
+        Raises:
+            RuntimeError: the experts wrote into their input, which comes back without that.
         """
         inside, storage = self._strategy.inside, slot.untyped_storage()
         if inside is Restore.KEEP:
@@ -277,6 +280,7 @@ class Record(ActivationSet):
         self._given = storage._cdata
         if self._strategy.input is not Restore.KEEP:
             self._input = Block(self.key, storage)
+            self._input.add(slot)
         with contextlib.ExitStack() as stack:
             if self._strategy.recomputes:
                 residents, whole = self.contents.selection.residents(), inside is Restore.RECOMPUTE
@@ -286,7 +290,8 @@ class Record(ActivationSet):
             yield self._again
         self._again = None
         if self._input is not None:
-            self._input.memory = None
+            self._input.check()
+            self._input.drop()
 
     def depart(self, slot: torch.Tensor) -> None:
         """The experts' forward pass has been issued: send to the host what is to go there."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..offload.blocks import Block, Kept
+from ..offload.blocks import Block, Kept, View
 from ..runtime.weight_hooks import foreign_hooks, without_tensor_hooks
 
 # (fc1, fc2) of the experts, or of each of them.
@@ -141,6 +141,7 @@ class Recomputation:
         self._count = self._next_call = 0
         self._count_behind = -1  # what was counted when fc2 was left out; -1: it was not
         self._keeping = False
+        self._filled: list[View] = []
 
     @contextlib.contextmanager
     def recording(self, slot: torch.Tensor) -> Iterator[None]:
@@ -168,7 +169,7 @@ class Recomputation:
             slot: where that is now.
 
         Raises:
-            RuntimeError: other tensors were saved than in forward.
+            RuntimeError: other tensors were saved than in forward, or one was written in place.
         """
         if not self._blocks:
             return
@@ -177,9 +178,11 @@ class Recomputation:
             experts()
         if self._count != len(self._blocks):
             raise self._mismatch(f"{self._count} storages")
+        for view in self._filled:
+            view.check(self._key)
         # Saved tensors hold the hooks that packed them, and these this object. From here on each
         # storage goes with the last tensor that was saved of it, while backward proceeds.
-        self._blocks, self._calls = [], []
+        self._blocks, self._calls, self._filled = [], [], []
 
     # --- both times ---
 
@@ -252,7 +255,8 @@ class Recomputation:
     # --- backward ---
 
     def _fill(self, tensor: torch.Tensor) -> None:
-        self._number(tensor, self._found)
+        if self._number(tensor, self._found) is not None:
+            self._filled.append(View(tensor))
 
     def _found(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         number = self._count - 1

@@ -183,6 +183,30 @@ class _FailingExperts(Experts):
         return super().forward(_Failing.apply(x), counts, probs)
 
 
+class _Overwriting(Experts):
+    """They write into what they have saved: their input, or what they made of it."""
+
+    saved: str
+
+    def forward(self, x: Any, counts: Any, probs: Any) -> Any:
+        sizes = counts.tolist()
+        inner = torch.tanh(self.up(x, sizes)[0])
+        y = inner * probs.unsqueeze(1)
+        (x if self.saved == "input" else inner).detach().add_(1.0)
+        return self.down(y, sizes)[0]
+
+
+@pytest.mark.parametrize("saved", ["input", "inside"])
+def test_what_is_written_in_place_ends_in_an_error(make: Callable[..., Region], saved: str) -> None:
+    """Under every strategy, as autograd has it without; what comes back would be something else."""
+    for strategy in ("none", *RESTORING):
+        module = _Overwriting()
+        module.saved = saved
+        region = make(module=module)
+        with pytest.raises(RuntimeError, match="in place|inplace"):
+            run(region, 2, strategy)
+
+
 class _Unfinished(FaultyDevice):
     """The host sees no copy end, and notes for which ones compute waits."""
 
