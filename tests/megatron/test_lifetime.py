@@ -38,8 +38,9 @@ def test_a_function_works_beside_enable(results: Cases) -> None:
 
 
 @pytest.mark.matrix  # torch.compile takes seconds
-def test_compiled_layers_leave_weight_gradients_to_w(results: Cases) -> None:
-    for rank in results["compiled"]:
+@pytest.mark.parametrize("case", ["compiled", "compiled-slices"])
+def test_compiled_layers_leave_weight_gradients_to_w(results: Cases, case: str) -> None:
+    for rank in results[case]:
         eager, compiled = rank["steps"]
         assert eager == compiled and eager[0] > 0 and rank["graphs"] > 0
 

@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "late": {"main": "late"},
     "beside": {"main": "beside"},
     "compiled": {"main": "compiled"},
+    "compiled-slices": {"main": "compiled", "slices": 3},
     "replicas": {"main": "replicas", "world": 4},
     "unlike": {"main": "unlike", "world": 4},
 }
@@ -334,15 +335,16 @@ def beside(case: dict[str, Any]) -> Any:
 
 
 def compiled(case: dict[str, Any]) -> Any:
-    """Steps of a model before and after its user compiles one of its layers: what is postponed, and
-    the gradients; and how many graphs were compiled."""
+    """Steps of a model before and after its user compiles one of its layers, its attention where it
+    runs in slices: what is postponed, and the gradients; and how many graphs were compiled."""
     import torch._dynamo as dynamo
 
-    puts, found = _counted_puts(), []
-    megatron_ext.enable("zb-h1")
+    puts, found, slices = _counted_puts(), [], case.get("slices")
+    megatron_ext.enable("zb-h1", **({"slices": slices} if slices else {}))
     initialize()
     models = build()
-    layer = utils.unwrapped(models[0]).decoder.layers[0].mlp.linear_fc1
+    block = utils.unwrapped(models[0]).decoder.layers[0]
+    layer = block.self_attention if slices else block.mlp.linear_fc1
     os.environ.pop("TORCHDYNAMO_DISABLE")  # as ``cpu.install`` has set it, in this rank alone
     with dynamo.config.patch(disable=False):
         for number in range(2):
