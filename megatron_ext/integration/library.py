@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,7 +101,7 @@ class Library(EntryPoint):
             ConfigError: the schedule or an option does not fit this model.
         """
         self._used = True
-        with in_options():
+        with _busy(), in_options():
             models = chunks_of(kwargs["model"])
             of_model = _OfModel.found(self, models[0])
             if of_model is None or of_model not in self._models:
@@ -303,7 +303,7 @@ def enable(options: Mapping[str, object]) -> Report:
         require_not_held()
         return library
 
-    with in_options():
+    with _busy(), in_options():
         library: Library = entry_point.opened(make, "enable")
     atexit.register(library.warn_if_unused)
     return Report(library.hooks)
@@ -317,7 +317,7 @@ class DropIn:
 
     def __init__(self, options: Mapping[str, object]) -> None:
         set_up()
-        with in_options(), entry_point.set_aside():
+        with _busy(), in_options(), entry_point.set_aside():
             self._library = Library(options, entry=False)
             if self._library.vee:
                 raise ConfigError(
@@ -331,7 +331,7 @@ class DropIn:
 
     def __call__(self, **kwargs: Any) -> Any:
         hooks = self._library.hooks
-        with entry_point.set_aside():  # of ``enable``, whose hooks are for other models
+        with _busy(), entry_point.set_aside():  # of ``enable``, whose hooks are for other models
             hooks.resume()
             try:
                 return self._library.forward_backward(**kwargs)
@@ -340,9 +340,35 @@ class DropIn:
                 close_process_watchdog()
 
 
+# Functions that are gone, and how much of what they could disturb runs: garbage collection comes at
+# any moment, also in a step of another model, whose hooks are bound to the same symbols.
+_gone: list[Library] = []
+_running = 0
+
+
+@contextlib.contextmanager
+def _busy() -> Iterator[None]:
+    """Inside, hooks stay as they are; functions that went meanwhile end behind it."""
+    global _running
+    _running += 1
+    try:
+        yield
+    finally:
+        _running -= 1
+        _end_gone()
+
+
 def _end(library: Library) -> None:
-    """A function is gone: end what runs for its models. Its messages end with their group."""
-    with entry_point.set_aside():
-        library.revert()
+    """A function is gone: end what runs for its models, now or as soon as that disturbs nobody."""
+    _gone.append(library)
+    _end_gone()
+
+
+def _end_gone() -> None:
+    """What runs for models of functions that are gone. Their messages end with their group."""
+    if _running or not _gone:
+        return
+    with _busy(), entry_point.set_aside():
+        _gone.pop().revert()
     if not list(_functions):  # its length counts what is just going
         entry_point.end_unused()

@@ -315,7 +315,8 @@ def _counted_puts() -> Callable[[], int]:
 
 
 def beside(case: dict[str, Any]) -> Any:
-    """A function of ours beside ``enable``: made before it, and while it is in force."""
+    """A function of ours beside ``enable``: made before it, and while it is in force; in the last
+    step with one another one is collected."""
     puts, found = _counted_puts(), []
     early = megatron_ext.forward_backward_func("zb-h1")
     megatron_ext.enable("zb-h1")
@@ -326,7 +327,19 @@ def beside(case: dict[str, Any]) -> Any:
     for function in (None, early, None, between, early, None):
         losses.append(step(models, function))
         found.append(puts())
-    del early, between
+    del between, function
+    gone, forward_step = [megatron_ext.forward_backward_func("zb-h2")], gpt_cases.forward_step
+
+    def collecting(*args: Any) -> Any:
+        gone.clear()
+        return forward_step(*args)
+
+    gpt_cases.forward_step = collecting
+    for each in (early, None):
+        losses.append(step(models, each))
+        found.append(puts())
+    gpt_cases.forward_step = forward_step
+    del early, each
     megatron_ext.disable()
     losses.append(step(models))
     found.append(puts())
