@@ -67,8 +67,9 @@ CASES: dict[str, dict[str, Any]] = {
     "given back": {"main": "given_back"},
     "late": {"main": "late"},
     "beside": {"main": "beside"},
-    "compiled": {"main": "compiled"},
-    "compiled-slices": {"main": "compiled", "slices": 3},
+    "compiled": {"main": "compiled", "layer": "mlp.linear_fc1"},
+    "compiled-slices": {"main": "compiled", "layer": "self_attention", "slices": 3},
+    "compiled-router": {"main": "compiled", "layer": "mlp.router", "slices": 3, "config": EXPERTS},
     "replicas": {"main": "replicas", "world": 4},
     "unlike": {"main": "unlike", "world": 4},
 }
@@ -348,17 +349,17 @@ def beside(case: dict[str, Any]) -> Any:
 
 
 def compiled(case: dict[str, Any]) -> Any:
-    """Steps of a model before and after its user compiles one of its layers, its attention where it
-    runs in slices: what is postponed, and the gradients; and how many graphs were compiled."""
+    """Steps of a model before and after its user compiles one of its layers, its attention or its
+    router where it runs in slices: what is postponed, and the gradients; and how many graphs were
+    compiled."""
     import torch._dynamo as dynamo
 
     puts, found, slices = _counted_puts(), [], case.get("slices")
     megatron_ext.enable("zb-h1", **({"slices": slices} if slices else {}))
     initialize()
-    models = build()
-    block = utils.unwrapped(models[0]).decoder.layers[0]
-    layer = block.self_attention if slices else block.mlp.linear_fc1
-    os.environ.pop("TORCHDYNAMO_DISABLE")  # as ``cpu.install`` has set it, in this rank alone
+    models = build(config=case.get("config"))
+    layer = utils.unwrapped(models[0]).decoder.layers[0].get_submodule(case["layer"])
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)  # as ``cpu.install`` has set it, in this rank alone
     with dynamo.config.patch(disable=False):
         for number in range(2):
             if number:

@@ -13,10 +13,9 @@ from ...hooks import hooked
 from ...targets import ATTENTION, ROTARY
 from . import documents
 from .rules import INPUT_IDS
-from .state import Sliced, Slicing
+from .state import Sliced, Slicing, untraced
 
 KEYS = "keys"  # what is held of a module that attends
-_untraced: Callable[[Any], Any] = torch.compiler.disable
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
@@ -158,9 +157,9 @@ class Attention(Sliced):
     def _transformer_engine(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._attention(_transformer_engine, original, *args, **kwargs)
 
-    # Which slice runs is not known when a layer is compiled; and in a graph what ``Carry`` writes
-    # to its buffer would count as a change of what earlier slices have saved.
-    @_untraced
+    # In a graph what ``Carry`` writes to its buffer would count as a change of what earlier slices
+    # have saved.
+    @untraced
     def _attention(
         self,
         masked: Callable[..., Any],

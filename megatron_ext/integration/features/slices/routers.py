@@ -23,7 +23,7 @@ import torch
 
 from ...hooks import hooked
 from ...targets import BALANCING_LOG, BALANCING_LOSS, ROUTER_LOSSES, ROUTING, Z_LOSS
-from .state import Sliced
+from .state import Sliced, untraced
 
 
 class Balance:
@@ -105,6 +105,7 @@ class Routers(Sliced):
         self._counting = False
 
     @hooked(ROUTING, _WHY)
+    @untraced
     def _routing(
         self, original: Callable[..., Any], router: Any, logits: Any, *args: Any, **kwargs: Any
     ) -> Any:
