@@ -87,12 +87,15 @@ class WeightGradStore:
         running: the store of the B pass that is running in this process. Hooks that outlive a
             store ask this one.
         hooked: id of a parameter -> the hooks for whose sake a B pass has not postponed it.
+        agreed: as ``hooked``, before the first B pass: hooks that count whatever this rank finds
+            later, since other ranks have to communicate in the same order.
     """
 
     running: ClassVar[WeightGradStore | None] = None
 
     def __init__(self) -> None:
         self.hooked: dict[int, tuple[str, ...]] = {}
+        self.agreed: Mapping[int, tuple[str, ...]] = {}
         self._work: dict[Hashable, list[_Work]] = {}
         self._parameters: dict[Hashable, set[int]] = {}
         self._collecting: list[_Work] | None = None
@@ -120,7 +123,8 @@ class WeightGradStore:
         a hook of the user waits there for one of them."""
         if not self.collecting or self._returned:
             return self.collecting
-        found = {id(one): hooks for one in parameters if (hooks := foreign_hooks(one))}
+        every = {id(one): foreign_hooks(one) or self.agreed.get(id(one), ()) for one in parameters}
+        found = {one: hooks for one, hooks in every.items() if hooks}
         self.hooked.update(found)
         return not found
 

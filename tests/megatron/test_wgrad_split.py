@@ -118,6 +118,16 @@ def test_w_runs_beside_communication_of_b(results: Cases, case: str) -> None:
     assert all(early) if "fus" in case else not any(early)
 
 
+@pytest.mark.parametrize("case", _with("/tp-sp-te-fused") + _with("/tp-sp-fusion"))
+def test_a_hook_on_one_tensor_parallel_rank_is_one_on_all(results: Cases, case: str) -> None:
+    """From the next step on. B and W gather for sequence parallelism: a rank that does that in
+    another order waits for good, or gets another layer's numbers."""
+    assert any(results[case]["losses"])
+    said = [line for line in results.log().splitlines() if "wait for them there" in line]
+    own, others = "linear_fc1.weight (tensor hook)", "linear_fc1.weight (hook on another"
+    assert any(own in line for line in said) and any(others in line for line in said)
+
+
 def test_which_w_directly_follows_which_b() -> None:
     """F1.1 B1.1 W1.0 F1.2: (chunk, microbatch) of both, until the last F; messages lie between."""
     from megatron_ext.integration.features.split_backward import followed_by

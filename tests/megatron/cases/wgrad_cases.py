@@ -101,7 +101,8 @@ for model, case in _MODELS.items():
     CASES[f"stock/{model}"] = {**case, "overlap": False}
     for schedule in _RUN_UNDER.get(model, ("zb-h1",)):
         more = {} if schedule == "zb-h1" else {"chunks": 2}
-        CASES[f"{schedule}/{model}"] = {**case, "schedule": schedule, **more}
+        hooked = model in ("tp-sp-fusion", "tp-sp-te-fused")
+        CASES[f"{schedule}/{model}"] = {**case, "schedule": schedule, **more, "hooked": hooked}
 # Bytes of a set before B and between B and W: one stage, without embedding and loss.
 for tp in (2, 4):
     for te in (False, True):
@@ -176,6 +177,22 @@ class Watch:
         return start_grad_sync
 
 
+def hook_later(bare: list[Any], config: Any) -> None:
+    """After a step one tensor-parallel rank alone gets hooks, on some weights of each chunk."""
+    finalize = config.finalize_model_grads_func
+
+    def finalizing(*args: Any, **kwargs: Any) -> Any:
+        config.finalize_model_grads_func = finalize
+        if parallel_state.get_tensor_model_parallel_rank():
+            for chunk in bare:
+                layer = chunk.decoder.layers[0]
+                for module in (layer.self_attention.linear_proj, layer.mlp.linear_fc1):
+                    module.weight.register_hook(lambda grad: None)
+        return finalize(*args, **kwargs)
+
+    config.finalize_model_grads_func = finalizing
+
+
 def count_bytes(case: dict[str, Any]) -> dict[str, Any]:
     """One stage's forward and backward pass on this rank: distinct storages that autograd keeps
     before B and the store between B and W, parameters apart; and whether the gradients of the split
@@ -246,6 +263,8 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         wrapped, bare = original_build(case, config)
         if case.get("overlap"):
             watches.append(Watch(wrapped, config, stores))
+        if case.get("hooked"):
+            hook_later(bare, config)
         return wrapped, bare
 
     class Noting(gpt_cases.Installation):

@@ -21,6 +21,7 @@ from ...feature import Feature, Run
 from ...gradients import require_gradient_hooks
 from ...hooks import Hook
 from ...utils import LastModels, gather, unwrapped
+from .agree import hooks_of_all_ranks
 from .report import WgradReport, wgrad_report
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class SplitBackward(Feature):
             self._store.followed_by = followed_by(step.plan, step.rank) if several else {}
         if step.plan.splits_backward:
             self._prepare(step)
+            self._store.agreed = hooks_of_all_ranks(step.call.iteration.models)
         step.notes["wgrad"] = lambda: None if self.report is None else self.report.as_dict()
 
     def end(self, step: Step) -> None:
@@ -70,7 +72,7 @@ class SplitBackward(Feature):
         if not found.keys() <= self._said:
             self._said |= found.keys()
             models = step.call.iteration.models
-            self.report = wgrad_report(models, self._store.fused_experts())
+            self.report = wgrad_report(models, self._store.fused_experts(), found)
             logger.warning("%s", _hooked_text(step, models, found))
 
     def close(self) -> None:

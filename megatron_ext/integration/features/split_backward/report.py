@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,29 +99,36 @@ class WgradReport:
         return f"{said}, so plan with {advice}"
 
 
-def wgrad_report(chunks: Iterable[torch.nn.Module], fused_experts: bool = False) -> WgradReport:
+def wgrad_report(
+    chunks: Iterable[torch.nn.Module], fused_experts: bool = False, known: Container[int] = ()
+) -> WgradReport:
     """How the parameters of these model chunks divide between W and B, with our hooks in force.
 
     Args:
         fused_experts: the experts of MoE layers do not postpone anything, whatever they could.
+        known: identities of parameters that wait for hooks, of this rank or of another.
     """
     report = WgradReport()
     for chunk in chunks:
-        report += _of_chunk(chunk, fused_experts)
+        report += _of_chunk(chunk, fused_experts, known)
     return report
 
 
-def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
+def _of_chunk(chunk: torch.nn.Module, fused_experts: bool, known: Container[int]) -> WgradReport:
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
     embeddings = (VocabParallelEmbedding, torch.nn.Embedding)
     report = WgradReport()
+
+    def waits(parameter: Any) -> bool:
+        return id(parameter) in known or bool(foreign_hooks(parameter))
+
     split: set[int] = set()
     hooked: set[int] = set()
     for module in wgrad_te.splittable(chunk):
         postponed = wgrad_te.postponed_parameters(module)
         split.update(map(id, postponed))
-        if any(map(foreign_hooks, (*postponed, *wgrad_te.postponed_biases(module)))):
+        if any(map(waits, (*postponed, *wgrad_te.postponed_biases(module)))):
             hooked.update(map(id, postponed))
     seen, fused = set(), set()
     if fused_experts:
@@ -134,7 +141,7 @@ def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
             continue
         if _is_local_linear(module):
             split.add(id(module.weight))
-            if foreign_hooks(module.weight):
+            if waits(module.weight):
                 hooked.add(id(module.weight))
         for parameter in module.parameters(recurse=False):
             if id(parameter) in seen:
