@@ -28,6 +28,9 @@ from .plan import LayerPlan, Restore, Step, Strategy
 if TYPE_CHECKING:
     from .region import Region
 
+# Slots that collectives read and write.
+_MESSAGES = ("send", "receive", "return", "returned")
+
 
 @dataclass
 class ChunkState:
@@ -161,12 +164,14 @@ class Call:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """For a pass. After an error compute waits for the copies of its chunks, whose slots others
-        will take, and their places on the host are free, whatever still holds the graph."""
+        will take, and their places on the host are free, whatever still holds the graph. It does
+        not wait for messages: a rank that has failed too may never send them."""
         try:
             yield
         except BaseException:
             records = [state.record for state in self.states]
             self.states = []
+            self.region.memory.ring.leave(_MESSAGES)
             for record in filter(None, records):
                 record.finish()
             raise

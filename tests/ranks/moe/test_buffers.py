@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.moe.buffers import Memory, Record, Ring
+from megatron_ext.moe.exchange import Exchange, Transfer
 from megatron_ext.moe.plan import LayerPlan, Strategy
 from megatron_ext.moe.region import Region
 from megatron_ext.offload import arena
@@ -183,6 +184,11 @@ class _FailingExperts(Experts):
         return super().forward(_Failing.apply(x), counts, probs)
 
 
+class _FailingInForward(Experts):
+    def forward(self, x: Any, counts: Any, probs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+
 class _Overwriting(Experts):
     """They write into what they have saved: their input, or what they made of it."""
 
@@ -239,6 +245,45 @@ def test_an_error_in_backward_leaves_no_copy_under_way(
     back = device.copies[5:]
     assert kept and len(back) >= 2 and device.awaited >= set(back)
     assert region.memory.engine.arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_an_error_leaves_messages_under_way_alone(
+    make: Callable[..., Region], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Collectives that nobody has waited for may still read and write their memory, while the next
+    pass, which a trainer has begun after it caught the error, fills its own messages."""
+
+    class UnderWay(Transfer):
+        """Over the memory of its messages, until somebody waits."""
+
+        def wait(self) -> torch.Tensor:
+            del under_way[id(self)]
+            return super().wait()
+
+    under_way: dict[int, list[torch.Tensor]] = {}
+    send = Exchange.send
+
+    def noting(self: Exchange, out: Any, rows: Any, *given: Any) -> UnderWay:
+        found = send(self, out, rows, *given)
+        pieces = {one.untyped_storage()._cdata for one in (out, rows)}
+        taken = {t.untyped_storage()._cdata for pair in under_way.values() for t in pair}
+        assert not pieces & taken
+        transfer = UnderWay(out, rows, found._work)
+        under_way[id(transfer)] = [out, rows]
+        transfers.append(transfer)
+        return transfer
+
+    transfers: list[UnderWay] = []  # their identities stay different
+    monkeypatch.setattr(Exchange, "send", noting)
+    wanted, memory = run(make(), 5, "s4"), Memory(CpuDevice(), min_bytes=1)
+    assert not under_way
+    module = _FailingExperts() if fails == "backward" else _FailingInForward()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(make(memory, module=module), 5, "s4")
+    left = len(under_way)
+    assert left
+    assert equal(run(make(memory), 5, "s4"), wanted) and len(under_way) == left
 
 
 @pytest.mark.parametrize("strategy", ["s1", "s2", "s3"])
