@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..offload.arena import pinned_bytes
 from ..offload.host import OFFLOAD, USABLE_FRACTION, Purpose, require_host_memory
 from ..offload.host_memory import available_host_bytes
-from .errors import ConfigError
+from .errors import named_errors
 from .utils import gather_over
 
 
@@ -64,11 +64,9 @@ def _require(every: Sequence[tuple[str, int, int, int, int, int]], purpose: Purp
         own = sum(needs) - sum(held)
         # The last of the call to promise has seen all of the call, and those before it.
         elsewhere = max(0, max(promised) - own)
-        try:
-            usable = min(available) + sum(held) - elsewhere
+        usable = min(available) + sum(held) - elsewhere
+        with named_errors(f"host {host}"):
             require_host_memory(needs, max(0, usable), purpose, sum(others) + elsewhere)
-        except ValueError as error:
-            raise ConfigError(f"host {host}: {error}") from None
 
 
 def _add(host: str, nbytes: int) -> int:

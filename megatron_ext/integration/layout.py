@@ -18,7 +18,7 @@ from .._input import attribute
 from ..plan.layout import spread
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
-from .errors import ConfigError
+from .errors import named_errors
 from .rules import Rule
 
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -83,10 +83,8 @@ def _parsed(text: str) -> list[list[Any]]:
         PipelineParallelLayerLayout,
     )
 
-    try:
+    with named_errors(f"{_LAYOUT} {text}", AssertionError):
         stages: list[list[Any]] = PipelineParallelLayerLayout.parse_str_to_list(text)
-    except AssertionError as error:
-        raise ConfigError(f"{_LAYOUT} {text}: {error}") from None
     return stages
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from .._input import plain
@@ -11,7 +10,8 @@ from ..schedule.link import DEFAULT_POLICY, Link
 from ..schedule.passes.offload import wanted_chunks
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
-from .errors import ConfigError
+from .errors import named_errors
+from .rules import ENOUGH_CHUNKS
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,10 @@ class OffloadRequest:
         try:
             wanted_chunks(self.wanted, chunks)
         except ValueError:
-            raise ConfigError(
-                f"--pp-offload-chunks {self.wanted} is more than the {chunks} model "
-                f"{'chunk' if chunks == 1 else 'chunks'} that each pipeline rank has; give 1 to "
-                f"{chunks}, or add virtual stages (--num-virtual-stages-per-pipeline-rank)"
-            ) from None
+            raise ENOUGH_CHUNKS.broken(wanted=self.wanted, chunks=chunks) from None
         link = self.link(placement.pp)
         if link is not None:
-            with self._errors():
+            with self._named():
                 link.check(placement)
 
     def link(self, pp: int) -> Link | None:
@@ -80,14 +76,10 @@ class OffloadRequest:
         """
         policy = self.policy or DEFAULT_POLICY
         if self.times is not None:
-            with self._errors():
+            with self._named():
                 return Link.parse(pp, self.times, policy)
         return None if self.measured is None else replace(self.measured, policy=policy)
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            times = "of the profile" if self.times is None else plain(self.times)
-            raise ConfigError(f"--pp-offload-time {times}: {error}") from None
+    def _named(self) -> AbstractContextManager[None]:
+        times = "of the profile" if self.times is None else plain(self.times)
+        return named_errors(f"--pp-offload-time {times}")

@@ -70,3 +70,8 @@ FREE_ORDER = Rule(
     "--pp-schedule {schedule} is a file, whose order is fixed",
     "drop {flag}",
 )
+ENOUGH_CHUNKS = Rule(
+    "--pp-offload-chunks {wanted} needs as many model chunks on each pipeline rank",
+    "it has {chunks}",
+    "give 1 to {chunks}, or add virtual stages (--num-virtual-stages-per-pipeline-rank)",
+)

@@ -151,7 +151,7 @@ def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:
         ("unknown", "ConfigError: 'memory' is no option of megatron_ext; it has schedule,"),
         ("no_schedule", "ConfigError: memory_cap needs schedule; add it or drop memory_cap"),
         ("nothing", "ConfigError: schedule is missing"),
-        ("name", "ConfigError: schedule 'v-hlaf' is not known"),
+        ("name", "but 'v-hlaf' is not known; give one of them; did you mean v-half?"),
         ("auto", "ConfigError: schedule auto cannot be used here: it would choose the placement"),
         ("bytes", "ConfigError: memory_cap 40GiB cannot be used here: bytes need the sizes"),
         ("post_validation", "ConfigError: post_validation cannot be used here: it steps the"),

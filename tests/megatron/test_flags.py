@@ -236,6 +236,13 @@ def broken_rules(folder: Path) -> list[tuple[str, dict[str, Any], dict[str, Any]
             "does not support --num-layers-per-virtual-pipeline-stage 2: it always has two",
         ),
         ("1f1b", {}, {virtual: 2}, f"but --{virtual.replace('_', '-')} 2 makes"),
+        ("v-haff", {}, {}, "'v-haff' is not known; give one of them; did you mean v-half?"),
+        (
+            "auto",
+            {"memory_cap": "4GiB"},
+            {"heterogeneous_block_specs": True},
+            "sizes are not modelled; give",
+        ),
     ]
 
 

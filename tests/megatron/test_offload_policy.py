@@ -49,12 +49,12 @@ def test_policies_by_name_and_by_function() -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("keep-attention", ["keep-attention is not known", "all, keep-attention-inputs", ":"]),
+        ("keep-attention", ["'keep-attention' is not known", "all, keep-attention-inputs", ":"]),
         ("", ["is not known"]),
         ("no.such.module:keep", ["cannot be imported", "no.such.module", "PYTHONPATH"]),
         (":keep", ["cannot be imported"]),
         (f"{OWN}:keep_none", ["cannot be imported", "keep_none"]),
-        (f"{OWN}:NOT_A_FUNCTION", ["is a int, but a function is needed"]),
+        (f"{OWN}:NOT_A_FUNCTION", ["needs a function, but it is a int"]),
     ],
 )
 def test_wrong_policies(text: str, parts: list[str]) -> None:

@@ -14,7 +14,7 @@ from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
 from ....schedule import generate
 from ....schedule.effects import peak_sets
 from ...arguments import MegatronArgs
-from ...errors import ConfigError
+from ...errors import ConfigError, named_errors
 from ...feature import Rule, require_no_conflict
 from ...utils import most_microbatches
 from .queues import QUEUE_CHUNKS, one_queue
@@ -139,12 +139,8 @@ class MoERequest:
 
 
 def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
-    if text is None:
-        return None
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
+    with named_errors(flag):
+        return None if text is None else parse(text)
 
 
 def require_supported(

@@ -22,11 +22,11 @@ from ... import saved_parameters
 from ...callbacks import Callback, Duration, Step
 from ...feature import Feature, Flag, Needs, Run
 from ...hooks import Hook
-from ...rules import Rule
+from ...rules import ENOUGH_CHUNKS, Rule
 from . import measure
-from .measure import TransferSetup
+from .measure import NEIGHBOURS, TransferSetup
 from .planned import Planned
-from .policy import keep_nothing, policy_of
+from .policy import RULES, keep_nothing, policy_of
 from .sets import Key, RankSets, as_config_error, least_bytes
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Offload(Feature):
     activation sets of one rank in every training step (a ``Mover``)."""
 
     per_model = True
-    rules = (POLICY, NO_BYTES)
+    rules = (POLICY, NO_BYTES, *RULES, ENOUGH_CHUNKS, NEIGHBOURS)
 
     flags = (
         Flag(

@@ -21,9 +21,15 @@ from ....offload.rates import Rates
 from ....schedule.link import Link, by_number, first_of_pair, travel_time
 from ....schedule.placement import Placement
 from ...callbacks import Duration
-from ...errors import ConfigError
 from ...measuring import measure_link, pass_seconds
+from ...rules import Rule
 from ...utils import gather, gather_over
+
+NEIGHBOURS = Rule(
+    "--pp-offload-transfer paired is for pipeline neighbours that share a PCIe switch",
+    "ranks {i} and {j} are on different hosts ({one} and {other})",
+    "use single or dual, or leave it out to measure",
+)
 
 
 @dataclass(frozen=True)
@@ -110,11 +116,7 @@ def choose_transfers(
     apart = next(((i, j) for i, j in used if places[i][0] != places[j][0]), None)
     if requested == Policy.PAIRED and apart is not None:
         i, j = apart
-        raise ConfigError(
-            f"--pp-offload-transfer paired is for pipeline neighbours that share a PCIe switch, "
-            f"but ranks {i} and {j} are on different hosts ({places[i][0]} and {places[j][0]}); "
-            "use single or dual, or leave it out to measure"
-        )
+        raise NEIGHBOURS.broken(i=i, j=j, one=places[i][0], other=places[j][0])
     device, arena = device_for(torch_device), HostArena(torch_device)
     rates, choice, why = None, requested, "as requested"
     if measured or requested is None:

@@ -16,7 +16,21 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
+from ...rules import Rule
+
+KNOWN = Rule(
+    "--pp-offload-policy needs {known}, or package.module:function of a function that takes a "
+    "SavedTensor and returns True to keep it on the device",
+    "{policy!r} is not known",
+    "give one of them",
+)
+IMPORTED = Rule(
+    "--pp-offload-policy {policy} needs a module that every rank can import",
+    "it cannot be imported ({error})",
+    "put its folder on PYTHONPATH on every node",
+)
+FUNCTION = Rule("--pp-offload-policy {policy} needs a function", "it is a {kind}", "give one")
+RULES = (KNOWN, IMPORTED, FUNCTION)
 
 
 @dataclass(frozen=True)
@@ -71,25 +85,14 @@ def policy_of(text: str) -> OffloadPolicy:
     if text in POLICIES:
         return POLICIES[text]
     module, _, name = text.partition(":")
-    if not name:
-        raise ConfigError(
-            f"--pp-offload-policy {text} is not known; use {', '.join(POLICIES)}, or "
-            "package.module:function of a function that takes a SavedTensor and returns True to "
-            "keep it on the device"
-        )
+    KNOWN.require(name, policy=text, known=", ".join(POLICIES))
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"--pp-offload-policy {text} cannot be imported ({error}); put its folder on "
-            "PYTHONPATH on every node"
-        ) from None
-    if not callable(found):
-        raise ConfigError(
-            f"--pp-offload-policy {text} is a {type(found).__name__}, but a function is needed"
-        )
+        raise IMPORTED.broken(policy=text, error=error) from None
+    FUNCTION.require(callable(found), policy=text, kind=type(found).__name__)
     policy: OffloadPolicy = found
     return policy
 

@@ -32,9 +32,9 @@ from ....schedule import (
 from ....schedule.generators import Objective, default_effort
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.planner import NOTHING, Knowledge, Planner, StepUnits
-from ...errors import ConfigError
+from ...errors import named_errors
 from ...offload_request import OffloadRequest
-from .rules import COUNT, OPTIONS, require
+from .rules import COUNT, NAMED, OPTIONS, require
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ScheduleRequest:
         )
         size: int | None = None
         cap: Cap | None = None
-        with named_errors(text):
+        with schedule_errors(text):
             seconds = default_effort() if effort is None else effort
             costs = None if cost is None else Costs.parse(cost)
             if memory_cap is not None and in_bytes:
@@ -227,7 +227,7 @@ class ScheduleRequest:
             found = _select(spec, self.name)
             spec, note = found.spec, found.schedule.note
         elif self.decided is None and isinstance(self.cap, Budget):
-            with named_errors(self.name):
+            with schedule_errors(self.name):
                 note = self.cap.in_sets_text(spec.placement, spec.splits_backward)
         request, spec = replace(self, offload=offload, note=note), replace(spec, offload=None)
         stages, estimate = spec.placement.num_stages, self.estimate or self.shard
@@ -286,7 +286,7 @@ class ScheduleRequest:
         if file is not None:
             held, asked = file.microbatches, units.microbatches
             COUNT.require(held == asked, name=self.name, held=held, asked=asked)
-        with named_errors(self.name):
+        with schedule_errors(self.name):
             return planner.plan(units, knowledge)
 
 
@@ -307,22 +307,20 @@ def _with_costs(spec: ScheduleSpec, request: ScheduleRequest) -> ScheduleSpec:
 
 def _select(spec: ScheduleSpec, name: str) -> Selected:
     """``select`` with errors that name the flags."""
-    with named_errors(name):
+    with schedule_errors(name):
         return select(spec)
 
 
 @contextmanager
-def named_errors(name: str) -> Iterator[None]:
+def schedule_errors(name: str) -> Iterator[None]:
     """Errors inside name the flags of a schedule."""
-    try:
-        yield
-    except CapExceeded as error:
-        raise ConfigError(
-            f"--pp-schedule {name}: {error.what}; raise --pp-memory-cap to {error.enough}, or use "
-            "another schedule"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"--pp-schedule {name}: {error}") from None
+    with named_errors(f"--pp-schedule {name}"):
+        try:
+            yield
+        except CapExceeded as error:
+            raise ValueError(
+                f"{error.what}; raise --pp-memory-cap to {error.enough}, or use another schedule"
+            ) from None
 
 
 def _facts(file: Schedule | None) -> dict[str, Any]:
@@ -336,17 +334,12 @@ def _facts(file: Schedule | None) -> dict[str, Any]:
 
 def _load(path: str) -> Schedule:
     """A checked schedule file."""
-    if not (path.endswith((".json", ".csv")) or "/" in path):
-        raise ConfigError(
-            f"--pp-schedule {path!r} is not known; use {', '.join(NAMES)}, {AUTO}, "
-            "or give a file's path (*.json or *.csv, from `megatron-ext schedule --output`)"
-            + meant(path, (*NAMES, AUTO))
-        )
-    try:
+    names = (*NAMES, AUTO)
+    is_file = path.endswith((".json", ".csv")) or "/" in path
+    NAMED.require(is_file, name=path, names=", ".join(names), meant=meant(path, names))
+    with named_errors("--pp-schedule", ScheduleError):
         schedule = load(path).unlowered()
         if not schedule.slices:
             schedule.require_whole("training")
         check(schedule)
-    except ScheduleError as error:
-        raise ConfigError(f"--pp-schedule: {error}") from None
     return schedule

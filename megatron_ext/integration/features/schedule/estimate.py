@@ -17,12 +17,12 @@ from ....plan.layout import Split
 from ....plan.model import Job, PlanError
 from ....plan.profile import Profile
 from ...arguments import MegatronArgs
-from ...errors import ConfigError
 from ...feature import Run
 from ...model_classes import placed_models
 from ...utils import device_name, device_of, gather, gather_over, unwrapped
 from .choose import ScheduleRequest
 from .job import counted, job_of_args, splits_of
+from .rules import SIZES
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,7 @@ def described(
     if request.cap_bytes is None:
         return counted(args, request)
     if estimate.job is None:
-        raise ConfigError(
-            f"--pp-memory-cap {args.pp_memory_cap} in bytes needs the model's sizes, but "
-            f"{estimate.reason}; or give the cap as a fraction of 1F1B's peak"
-        )
+        raise SIZES.broken(cap=args.pp_memory_cap, reason=estimate.reason)
     if args.rank == 0 and estimate.job.assumptions:
         assumptions = "; ".join(estimate.job.assumptions)
         logger.info("--pp-memory-cap %s: %s", args.pp_memory_cap, assumptions)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ....runtime.edges import DEFAULT, MessageOptions
 from ....runtime.wgrad import WeightGradStore
 from ...arguments import MegatronArgs
-from ...errors import ConfigError
+from ...errors import named_errors
 from ...feature import Run
 from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
@@ -40,12 +40,8 @@ def prepare(run: Run) -> None:
 
 
 def _messages(args: MegatronArgs) -> MessageOptions:
-    if args.pp_p2p is None:
-        return DEFAULT
-    try:
-        return MessageOptions.parse(args.pp_p2p)
-    except ValueError as error:
-        raise ConfigError(f"--pp-p2p {args.pp_p2p}: {error}") from None
+    with named_errors(f"--pp-p2p {args.pp_p2p}"):
+        return DEFAULT if args.pp_p2p is None else MessageOptions.parse(args.pp_p2p)
 
 
 def pipeline_of(run: Run) -> None:

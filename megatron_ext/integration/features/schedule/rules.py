@@ -134,4 +134,15 @@ COUNT = Rule(
     "the run has {asked} (global batch / (micro batch * data parallel))",
     "generate it with --microbatches {asked}",
 )
-RULES = (*OPTIONS, *PIPELINE, *ASKED, *CHUNKS, COUNT)
+NAMED = Rule(
+    "--pp-schedule needs one of {names}, or a file's path (*.json or *.csv, from `megatron-ext "
+    "schedule --output`)",
+    "{name!r} is not known",
+    "give one of them{meant}",
+)
+SIZES = Rule(
+    "--pp-memory-cap {cap} in bytes needs the model's sizes",
+    "{reason}",
+    "give the cap as a fraction of 1F1B's peak",
+)
+RULES = (*OPTIONS, *PIPELINE, *ASKED, *CHUNKS, COUNT, NAMED, SIZES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ....schedule import AUTO, GENERATORS
 from ....schedule.select import suiting
 from ...arguments import MegatronArgs
-from ...errors import ConfigError
+from ...errors import ConfigError, named_errors
 from ...feature import Run, require_no_conflict
 from ...layout import LayerPattern, count_stages, hybrid_without_stages, vee_layout_text
 from ...model_classes import (
@@ -267,11 +267,7 @@ def _ask_for_chunks(args: MegatronArgs, pp: int, chunks: int) -> None:
     if pattern is None:
         args.num_virtual_stages_per_pipeline_rank = chunks
     else:
-        try:
+        asked = f"--pp-schedule {args.pp_schedule} with {chunks} model chunks on each of {pp} ranks"
+        with named_errors(asked):
             pattern.list_stages(args, chunks * pp)
-        except ConfigError as error:
-            raise ConfigError(
-                f"--pp-schedule {args.pp_schedule} with {chunks} model chunks on each of {pp} "
-                f"ranks: {error}"
-            ) from None
     args.overlap_p2p_comm = True
