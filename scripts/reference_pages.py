@@ -43,6 +43,7 @@ FEATURES = {
 REFUSING = FEATURES | {
     "CudaGraphs": ("CUDA graphs", "features.md#cuda-graphs"),
     "Overlap": ("Passes in pairs", "../guides/overlap.md"),
+    "SplitBackward": ("Weight gradients later", "../concepts/numerics.md"),
     "Checkpoint": ("Checkpoints", "../guides/checkpoints.md"),
     "VPlacement": ("V placement", "../concepts/schedules.md"),
 }
@@ -182,6 +183,8 @@ def refused() -> str:
     """The page of options that a feature does not support."""
     from megatron_ext.integration import layout
     from megatron_ext.integration.features import FEATURES as ALL
+    from megatron_ext.integration.install import RULES as OF_COMMAND_LINES
+    from megatron_ext.integration.library import RULES as OF_LIBRARIES
 
     lines = ["# Refused flags", "", WRITTEN, ""]
     lines += [
@@ -198,6 +201,8 @@ def refused() -> str:
         if feature.rules:
             lines += ["", *(f"- {rule.text}" for rule in feature.rules)]
     lines += ["", "## Layers of stages", "", *(f"- {rule.text}" for rule in layout.RULES)]
+    entry = (*OF_COMMAND_LINES, *OF_LIBRARIES)
+    lines += ["", "## Entry points", "", *(f"- {rule.text}" for rule in entry)]
     return "\n".join(lines) + "\n"
 
 

@@ -11,14 +11,28 @@ import torch
 
 from ..runtime.weight_hooks import known
 from ..runtime.wgrad import WeightGradStore
-from .errors import ConfigError
 from .hooks import Hook
+from .rules import Rule
 from .targets import DDP_HOOK_MAKER
 
 DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: a reference to Megatron's hook
 _LATE = "_megatron_ext_grad_hooks"  # attribute of the model: those made after it was wrapped
 _OWNER = "_megatron_ext_wrapper"  # attribute of a hook: the model that it is of
 _ADDED = "_megatron_ext_added_to_main_grad"
+
+LATER = Rule(
+    "a schedule with passes for weight gradients needs Megatron's DistributedDataParallel to wait "
+    "for them",
+    "this model's was there before, and reduces gradients earlier (overlap_grad_reduce) or has "
+    "layers of Transformer Engine",
+    "call megatron_ext.enable() before the model is wrapped",
+)
+NOT_TORCHS = Rule(
+    "a schedule with passes for weight gradients does not support a model that {has}",
+    "PyTorch reduces gradients where autograd brings them",
+    "use Megatron's DistributedDataParallel, or Megatron's own schedule",
+)
+RULES = (LATER, NOT_TORCHS)
 
 
 def require_gradient_hooks(models: Sequence[Any]) -> None:
@@ -42,15 +56,8 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
         late = [p for p, hook in hook_of.items() if getattr(hook, _OWNER, None) is not model]
         if not late:
             continue
-        if model.ddp_config.overlap_grad_reduce or any(
-            hasattr(module, "wgrad_store") for module in model.modules()
-        ):
-            raise ConfigError(
-                "this schedule computes weight gradients in passes of their own, but the model was "
-                "wrapped in Megatron's DistributedDataParallel before, which reduces them "
-                "earlier (overlap_grad_reduce), or has layers of Transformer Engine; call "
-                "megatron_ext.enable() before the model is wrapped"
-            )
+        te = any(hasattr(module, "wgrad_store") for module in model.modules())
+        LATER.require(not (model.ddp_config.overlap_grad_reduce or te))
         for parameter in late:
             hook = make(parameter)
             setattr(hook, _OWNER, model)
@@ -73,19 +80,13 @@ def _require_not_torchs(model: Any) -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    wrapper, said = model, ""
-    while hasattr(wrapper, "module") and not said:
-        if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
-            said = "is wrapped in torch.nn.parallel.DistributedDataParallel"
-        wrapper = wrapper.module
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        said = "has parameters that PyTorch has sharded (DTensor)"
-    if said:
-        raise ConfigError(
-            f"the model {said}, which reduces gradients where autograd brings them, but this "
-            "schedule computes weight gradients in passes of their own; use Megatron's "
-            "DistributedDataParallel, or Megatron's own schedule"
-        )
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    NOT_TORCHS.require(not sharded, has="has parameters that PyTorch has sharded (DTensor)")
+    while hasattr(model, "module"):
+        torchs = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        has = "is wrapped in torch.nn.parallel.DistributedDataParallel"
+        NOT_TORCHS.require(not torchs, has=has)
+        model = model.module
 
 
 def gradient_hook() -> Hook:

@@ -13,7 +13,6 @@ from typing import Any
 from .._log import VERBOSE, verbose
 from . import entry_point
 from .entry_point import EntryPoint, revert
-from .errors import ConfigError
 from .feature import Run
 from .flags import (
     add_arguments,
@@ -24,11 +23,34 @@ from .flags import (
     wanted,
 )
 from .hooks import Report, declared, hooked
+from .rules import Rule
 from .targets import ARGUMENTS, PIPELINES, VALIDATE
 
 __all__ = ["Installation", "apply", "install", "revert"]
 
 logger = logging.getLogger(__name__)
+
+YAML = Rule(
+    "{flag} does not support --yaml-cfg",
+    "that takes the place of the whole command line, so {flag} would be lost",
+    "give Megatron's options as flags, or drop {flag}",
+)
+PARSER = Rule(
+    "megatron_ext.apply({config}) needs a trainer with Megatron's argument parser, to add flags to",
+    "this one has not used it",
+    "call megatron_ext.enable() instead, with the same names without pp_",
+)
+FLAGGED = Rule(
+    "a run needs arguments from a command line with megatron_ext's flags",
+    "Megatron's were parsed before megatron_ext.apply(), or come from --yaml-cfg",
+    "call it before Megatron parses, and give flags on the command line",
+)
+EARLY = Rule(
+    "megatron_ext.apply() needs to add its flags before Megatron parses its arguments",
+    "it came after that",
+    "call it before initialize_megatron() and parse_args()",
+)
+RULES = (YAML, PARSER, FLAGGED, EARLY)
 
 
 class Installation(EntryPoint):
@@ -90,11 +112,7 @@ class Installation(EntryPoint):
         self, original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any
     ) -> Any:
         lost = lost_in_yaml(sys.argv[1:], self._defaults)
-        if lost is not None:
-            raise ConfigError(
-                f"{lost} would be lost, because --yaml-cfg takes the place of the whole "
-                f"command line; give Megatron's options as flags, or drop {lost}"
-            )
+        YAML.require(lost is None, flag=lost)
         self._parser = parser = add_arguments(original(parser, *args, **kwargs))
         parser.set_defaults(**self._defaults)
         short_errors(parser)
@@ -125,22 +143,12 @@ class Installation(EntryPoint):
     )
     def _requiring_arguments(self, original: Callable[..., Any], **kwargs: Any) -> Any:
         """Megatron's pipeline function, which must not run before its arguments are parsed."""
-        if self.run is None:
-            raise ConfigError(
-                f"megatron_ext.apply({self._defaults}) has had no effect: it adds flags to "
-                "Megatron's argument parser, and this trainer has not used that; call "
-                "megatron_ext.enable() instead, with the same names without pp_"
-            )
+        PARSER.require(self.run is not None, config=self._defaults)
         return original(**kwargs)
 
     def _run_of(self, args: Any) -> Run:
         """What ``args``, not yet validated by Megatron, ask for."""
-        if not hasattr(args, "pp_schedule"):
-            raise ConfigError(
-                "Megatron's arguments do not come from a command line that megatron_ext has "
-                "added its flags to (parsed before megatron_ext.apply(), or from --yaml-cfg); "
-                "call it before Megatron parses, and give flags on the command line"
-            )
+        FLAGGED.require(hasattr(args, "pp_schedule"))
         run = Run(args, self.hooks.version, "megatron.training" in sys.modules)
         if self._parser is not None:
             run.stock_flags = given_to_megatron(args, self._parser)
@@ -171,15 +179,6 @@ def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False)
     now = entry_point.current()
     if now is not None and exist_ok and not config:
         return Report(now.hooks)
-    _require_unparsed()
-    return Report(entry_point.opened(functools.partial(Installation, config)).hooks)
-
-
-def _require_unparsed() -> None:
-    """Raise where Megatron has its arguments already: our flags would never be seen."""
     module = sys.modules.get("megatron.training.global_vars")
-    if getattr(module, "_GLOBAL_ARGS", None) is not None:
-        raise ConfigError(
-            "megatron_ext.apply() came after Megatron had parsed its arguments, so its flags would "
-            "never be read; call it before initialize_megatron() and parse_args()"
-        )
+    EARLY.require(getattr(module, "_GLOBAL_ARGS", None) is None)
+    return Report(entry_point.opened(functools.partial(Installation, config)).hooks)

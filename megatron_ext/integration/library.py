@@ -23,11 +23,11 @@ from ..runtime.watchdog import close_process_watchdog
 from . import entry_point
 from .callbacks import Callback
 from .entry_point import EntryPoint
-from .errors import ConfigError
 from .feature import Feature, Run
 from .flags import given, in_options, parsed
 from .hooks import Report, declared, hooked
 from .pipeline import ScheduledPipeline, groups_of_call, pipeline_group, require_pipeline
+from .rules import Rule
 from .takeover import require_not_held
 from .targets import PARALLEL_STATE
 from .utils import chunks_of, device_of, time_limit_minutes, unwrapped, watched
@@ -37,6 +37,14 @@ logger = logging.getLogger(__name__)
 # Argument -> attribute of a model's configuration, where they differ.
 _RENAMED = {"num_experts": "num_moe_experts"}
 _COSTS = "microbatch_costs"  # the option that may be a function
+
+NAMED = Rule("a trainer of your own needs --pp-schedule", "none is given", "give e.g. 'v-half'")
+BUILT = Rule(
+    "a forward-backward function of your own does not support --pp-schedule {schedule}",
+    "it places stages as a V, which changes how Megatron builds the model",
+    "use megatron_ext.enable()",
+)
+RULES = (NAMED, BUILT)
 
 
 class Library(EntryPoint):
@@ -57,8 +65,7 @@ class Library(EntryPoint):
             options = {**options, _COSTS: "lengths"}
         self._options = vars(parsed(options))
         args: Any = SimpleNamespace(**self._options, rank=_rank())
-        if not given(args):
-            raise ConfigError("--pp-schedule is missing; give one, e.g. 'v-half'")
+        NAMED.require(given(args))
         run = Run(args, self.hooks.version, training=False, library=True)
         run.lengths_of = function if callable(function) else None
         self._run = self.checked(run)
@@ -319,11 +326,7 @@ class DropIn:
         set_up()
         with _busy(), in_options(), entry_point.set_aside():
             self._library = Library(options, entry=False)
-            if self._library.vee:
-                raise ConfigError(
-                    f"--pp-schedule {options['schedule']} places stages as a V, which changes how "
-                    "Megatron builds the model; use megatron_ext.enable()"
-                )
+            BUILT.require(not self._library.vee, schedule=options.get("schedule"))
             self._library.open()
             self._library.hooks.pause()
         _functions.add(self)

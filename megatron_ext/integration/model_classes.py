@@ -9,8 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..schedule.select import ONE_CHUNK
-from .errors import ConfigError
+from .rules import Rule
 from .targets import HYBRID_INIT, HYBRID_MODEL
+
+PLACEABLE = Rule(
+    "--pp-schedule {schedule} needs a model whose stages can be placed as a V, megatron.core's "
+    "{known}",
+    "this model is a {model}",
+    "use a schedule with Megatron's own placement, e.g. zb-h1 or interleaved-zb",
+)
+BUILDS_CHUNKS = Rule(
+    "--pp-schedule {schedule} needs a model_provider that builds {chunks} model chunks a rank",
+    "the script's builds only one (it takes no vp_stage)",
+    f"use a schedule with one chunk: {', '.join(ONE_CHUNK)}",
+)
+NO_TEXT = Rule(
+    "a model {of} does not support the generation of text",
+    "{why}",
+    "start it without {flag} (a torch_dist checkpoint loads there)",
+)
 
 
 def placed_models() -> tuple[type, ...]:
@@ -35,28 +52,16 @@ def require_placed(chunks: Sequence[Any], name: str) -> None:
         ConfigError: another kind of model; its embedding or loss would be on the wrong stage.
     """
     known = placed_models()
+    names = " or ".join(model.__name__ for model in known)
     for chunk in chunks:
-        if not isinstance(chunk, known):
-            names = " and ".join(model.__name__ for model in known)
-            raise ConfigError(
-                f"--pp-schedule {name} places stages as a V, which megatron_ext knows for "
-                f"megatron.core's {names}, but this model is a {type(chunk).__name__}; use a "
-                "schedule with Megatron's own placement, e.g. zb-h1 or interleaved-zb"
-            )
+        kept, model = isinstance(chunk, known), type(chunk).__name__
+        PLACEABLE.require(kept, schedule=name, known=names, model=model)
 
 
 def generates(given: Mapping[str, Any]) -> bool:
     """True if a forward pass with these arguments, by their names, is one of Megatron's
     inference."""
     return any(given.get(name) is not None for name in ("inference_context", "inference_params"))
-
-
-def no_text(of: str, why: str, flag: str) -> ConfigError:
-    """The refusal of a model that can only train as it is, which ``flag`` asked for."""
-    return ConfigError(
-        f"a model {of} cannot generate text: {why}; start it without {flag} (a torch_dist "
-        "checkpoint loads there)"
-    )
 
 
 def script_provider() -> Callable[..., Any] | None:
@@ -76,13 +81,8 @@ def require_chunks(provider: Callable[..., Any] | None, name: str, chunks: int) 
     Raises:
         ConfigError: it builds whole models only.
     """
-    if provider is not None and chunks > 1 and not builds_chunks(provider):
-        *others, last = ONE_CHUNK
-        raise ConfigError(
-            f"--pp-schedule {name} has {chunks} model chunks a rank, but the script's "
-            "model_provider builds only one (it takes no vp_stage); use a schedule with one chunk: "
-            f"{', '.join(others)} or {last}"
-        )
+    kept = provider is None or chunks == 1 or builds_chunks(provider)
+    BUILDS_CHUNKS.require(kept, schedule=name, chunks=chunks)
 
 
 def builds_chunks(provider: Callable[..., Any]) -> bool:

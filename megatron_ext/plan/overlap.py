@@ -57,8 +57,9 @@ CONFLICTS = (
 )
 
 
-def unmet(experts: int | None, ranks: int, depths: int, half: bool) -> str | None:
-    """What Megatron's own pairs need and this model has not; None: nothing.
+def unmet(experts: int | None, ranks: int, depths: int, half: bool) -> tuple[str, str, str] | None:
+    """What Megatron's own pairs need, what this model has in its place, and the fix; None: all is
+    there.
 
     Args:
         experts: of a layer.
@@ -66,15 +67,14 @@ def unmet(experts: int | None, ranks: int, depths: int, half: bool) -> str | Non
         depths: of multi-token prediction.
         half: parameters have 16 bits.
     """
-    needs = {
-        f"experts, but --num-experts is {experts}": bool(experts),
-        f"experts on several ranks, but --expert-model-parallel-size is {ranks}": ranks > 1,
-        "16-bit parameters; add --bf16 or --fp16": half,
-        f"one layer for multi-token prediction at most, but --mtp-num-layers is {depths}": (
-            depths <= 1
-        ),
-    }
-    return next((need for need, holds in needs.items() if not holds), None)
+    spread, one = f"--expert-model-parallel-size is {ranks}", f"--mtp-num-layers is {depths}"
+    needs = (
+        (bool(experts), ("experts", f"--num-experts is {experts}", "drop it")),
+        (ranks > 1, ("experts on several ranks", spread, "raise it, or drop the pairs")),
+        (half, ("16-bit parameters", "they have 32", "add --bf16 or --fp16")),
+        (depths <= 1, ("one layer for multi-token prediction at most", one, "give 1")),
+    )
+    return next((need for holds, need in needs if not holds), None)
 
 
 def refusal(job: Job) -> str | None:
@@ -86,7 +86,7 @@ def refusal(job: Job) -> str | None:
         job.params_dtype in ("bf16", "fp16"),
     )
     if need is not None:
-        return f"it needs {need}"
+        return "it needs {}, but {}; {}".format(*need)
     args = SimpleNamespace(
         pp_vocab_parallel=job.vocab_parallel,
         recompute_granularity=job.recompute_granularity,

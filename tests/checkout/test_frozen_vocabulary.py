@@ -76,8 +76,8 @@ def test_what_the_parts_cannot_follow_is_refused(train: Train) -> None:
     for value, text in (
         ({"hooked": [OUTPUT]}, "does not support hooks on the whole embedding"),
         ({"frozen": [EMBEDDING], "tied": True}, "has frozen 1 of 2 copies"),
-        ({"doubled": ["output_layer"]}, "hook _double on output_layer, which would get hidden"),
-        ({"doubled": [""]}, "hook _double on GPTModel, which would get hidden states in place of"),
+        ({"doubled": ["output_layer"]}, "hook _double on output_layer: it would get hidden"),
+        ({"doubled": [""]}, "hook _double on GPTModel: it would get hidden states in place of"),
     ):
         outcome = train(OURS, **value)
         assert outcome.status == "failed"

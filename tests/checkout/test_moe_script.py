@@ -171,7 +171,7 @@ def test_a_budget_that_nothing_keeps_ends_before_training(start: Callable[..., O
             # Two pipelines of two ranks: each speaks for itself.
             "--moe-memory-reuse s1 needs 204800.00 GiB of pinned host memory for the 2 ranks",
         ),
-        nightly("1KiB", "--moe-memory-host-budget: 1024 bytes are less than the"),
+        nightly("1KiB", "but --moe-memory-host-budget is 1024; raise"),
     ],
 )
 def test_too_little_host_memory_ends_before_training(

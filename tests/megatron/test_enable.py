@@ -150,7 +150,7 @@ def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:
     [
         ("unknown", "ConfigError: 'memory' is no option of megatron_ext; it has schedule,"),
         ("no_schedule", "ConfigError: memory_cap needs schedule; add it or drop memory_cap"),
-        ("nothing", "ConfigError: schedule is missing"),
+        ("nothing", "ConfigError: a trainer of your own needs schedule, but none is given"),
         ("name", "but 'v-hlaf' is not known; give one of them; did you mean v-half?"),
         ("auto", "ConfigError: schedule auto cannot be used here: it would choose the placement"),
         ("bytes", "ConfigError: memory_cap 40GiB cannot be used here: bytes need the sizes"),
@@ -158,7 +158,7 @@ def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:
         ("vocab_parallel", "ConfigError: vocab_parallel cannot be used here: trainers load and"),
         ("offload", "ConfigError: offload must be one of off, half, full, auto, got 'some'"),
         ("type", "ConfigError: group_size: invalid int value: 'two'"),
-        ("drop_in_vee", "ConfigError: schedule v-half places stages as a V"),
+        ("drop_in_vee", "not support schedule v-half: it places stages as a V"),
         ("twice", "ConfigError: megatron_ext is applied already"),
         ("held_attribute", "ConfigError: the attribute forward_backward of a"),
         ("held_variable", "ConfigError: the variable local of refusals() holds Megatron's"),

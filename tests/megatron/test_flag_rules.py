@@ -22,7 +22,9 @@ from megatron_ext.integration.flags import (
     require_rules,
     wanted,
 )
-from megatron_ext.integration.layout import RULES
+from megatron_ext.integration.install import RULES as OF_COMMAND_LINES
+from megatron_ext.integration.layout import RULES as OF_LAYOUTS
+from megatron_ext.integration.library import RULES as OF_LIBRARIES
 from megatron_ext.integration.rules import VERBS, Rule
 
 BY_NAME = {flag.name: flag for flag in FLAGS}
@@ -144,7 +146,16 @@ def test_rules_name_flags_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [*{*RULES, *(rule for f in FEATURES for rule in f.rules)}], ids=lambda rule: rule.rule
+    "rule",
+    [
+        *{
+            *OF_LAYOUTS,
+            *OF_COMMAND_LINES,
+            *OF_LIBRARIES,
+            *(rule for f in FEATURES for rule in f.rules),
+        }
+    ],
+    ids=lambda rule: rule.rule,
 )
 def test_rules_make_sentences_of_one_style(rule: Rule) -> None:
     """Subject, one verb, object, what was found or why, and what to do, with all facts in it."""

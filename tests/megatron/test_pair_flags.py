@@ -58,7 +58,7 @@ def test_selective_recompute_of_other_modules() -> None:
     [
         ({"num_experts": None}, "needs experts, but --num-experts is None"),
         ({"expert_model_parallel_size": 1}, "but --expert-model-parallel-size is 1"),
-        ({"bf16": False}, "needs 16-bit parameters; add --bf16 or --fp16"),
+        ({"bf16": False}, "needs 16-bit parameters, but they have 32; add --bf16 or --fp16"),
         ({"mtp_num_layers": 2}, "but --mtp-num-layers is 2"),
     ],
 )

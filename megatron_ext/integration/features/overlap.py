@@ -22,7 +22,6 @@ from ...plan.overlap import CONFLICTS, FLAG, unmet
 from ...runtime.executor import BackwardPass, ForwardPass
 from ..arguments import MegatronArgs
 from ..callbacks import Callback, Step
-from ..errors import ConfigError
 from ..feature import Feature, Run, require_no_conflict
 from ..hooks import hooked
 from ..rules import Rule
@@ -47,6 +46,7 @@ WITH_W = Rule(
     "--pp-schedule {schedule} has none",
     f"drop {DELAY}, or use one that has, e.g. zb-h1",
 )
+NEEDS = Rule(f"{FLAG} needs {{need}}", "{found}", "{fix}")
 PARTS = Rule(
     f"{FLAG} needs a model that runs the parts of its layers one by one",
     "{model} has no plan of them (build_schedule_plan)",
@@ -65,7 +65,7 @@ class Overlap(Feature):
     asks for pairs."""
 
     conflicts = CONFLICTS
-    rules = (NO_DELAY, BUILT, WITH_W, PARTS, STEP)
+    rules = (NO_DELAY, BUILT, WITH_W, NEEDS, PARTS, STEP)
 
     def __init__(self) -> None:
         self._checked = LastModels()
@@ -126,9 +126,9 @@ def _require(args: MegatronArgs) -> None:
     """Raise for what Megatron asserts of its own schedule, before it does."""
     half = bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
     depths = args.mtp_num_layers or 0
-    need = unmet(args.num_experts, args.expert_model_parallel_size, depths, half)
-    if need is not None:
-        raise ConfigError(f"{FLAG} needs {need}")
+    lacks = unmet(args.num_experts, args.expert_model_parallel_size, depths, half)
+    if lacks is not None:
+        raise NEEDS.broken(**dict(zip(("need", "found", "fix"), lacks)))
 
 
 def _require_plans(models: Sequence[Any], forward_step: Callable[..., Any]) -> None:

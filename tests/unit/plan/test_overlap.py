@@ -68,7 +68,7 @@ def test_what_training_refuses(words, why):
 
 
 def test_16_bits_are_needed():
-    with pytest.raises(PlanError, match="16-bit parameters; add --bf16"):
+    with pytest.raises(PlanError, match="16-bit parameters, but they have 32; add --bf16"):
         job(FLAG, dtype="")
     assert refusal(job()) is None and is_open(job())
 

@@ -19,7 +19,7 @@ from ...targets import PARALLEL_STATE, STEPS
 from ...utils import chunks_of, file_contents, most_microbatches
 from . import queues
 from .choice import ChosenMoE
-from .flags import COPIED, EXPERTS, FLAGS, MoERequest, check_budget, of_whole, stock_sets
+from .flags import FLAGS, RULES, MoERequest, check_budget, of_whole, stock_sets
 from .host import HostArenas
 from .layer import FixedPolicy, PipelinedMoE
 
@@ -85,7 +85,7 @@ class MoE(Feature):
         ),
     )
     conflicts = CONFLICTS
-    rules = (COPIED, EXPERTS)
+    rules = RULES
 
     def check_flags(self, run: Run) -> None:
         request = MoERequest.of(run.args)

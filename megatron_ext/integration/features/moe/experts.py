@@ -14,11 +14,11 @@ from ....moe.buffers import Memory
 from ....moe.exchange import Exchange, Groups
 from ....moe.region import Region
 from ....runtime.wgrad import WeightGradStore
-from ...errors import ConfigError
 from ...gradients import accumulate, finish, take
 from ...hooks import Hook
 from ...split_local import linear_hook
 from ...split_te import SplitStore, attach
+from .flags import NO_BIAS
 from .flex import FlexRegion, Streams
 
 __all__ = ["FlexRegion", "LayerExperts", "Region", "checkpoint", "region_of"]
@@ -95,11 +95,7 @@ class LayerExperts:
                 self._again = now
         with context, _off(layer.experts, self._without):
             output, bias = layer.experts(rows, counts, probs)
-        if bias is not None:
-            raise ConfigError(
-                f"{type(layer.experts).__name__} returns a bias to be added after combine, which "
-                "MoE layers in chunks do not support; add --disable-bias-linear"
-            )
+        NO_BIAS.require(bias is None, model=type(layer.experts).__name__)
         result: torch.Tensor = output
         return result
 

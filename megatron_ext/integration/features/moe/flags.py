@@ -36,6 +36,17 @@ EXPERTS = Rule(
     "the model has none (--num-experts is not set)",
     f"drop {FLAGS[0]}",
 )
+PINNED = Rule(
+    f"{FLAGS[1]} {{strategy}} needs {{need}} bytes of host memory on a rank ({{text}})",
+    f"{FLAGS[4]} is {{budget}}",
+    "raise it to that, take s4, which copies nothing, or have fewer microbatches in flight",
+)
+NO_BIAS = Rule(
+    "an MoE layer in chunks needs experts without a bias to be added after combine",
+    "{model} returns one",
+    "add --disable-bias-linear",
+)
+RULES = (COPIED, EXPERTS, PINNED, NO_BIAS)
 # (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
 Sets = Callable[[int, int], list[int]]
 

@@ -24,7 +24,7 @@ from ...host_memory import memory_on_hosts, usable_bytes_a_rank
 from ...pipeline import groups_of_call, pipeline_group
 from ...targets import STEPS
 from ...utils import chunks_of, device_of, gather_over
-from .flags import FLAGS, Sets, balanced
+from .flags import FLAGS, PINNED, Sets, balanced
 from .layer import FixedPolicy, PipelinedMoE
 
 logger = logging.getLogger(__name__)
@@ -141,13 +141,9 @@ class HostArenas(Callback):
         return {s: round(calls * copied_bytes(shape, rows, s)) for s in self._strategies}, text
 
     def _require(self, strategy: Strategy, need: int, text: str) -> None:
-        if self._budget_bytes is not None and need > self._budget_bytes:
-            raise ConfigError(
-                f"{FLAGS[4]}: {self._budget_bytes} bytes are less than the {need} that "
-                f"{FLAGS[1]} {strategy.value} copies to the host on a rank ({text}); "
-                "raise it to that, take s4, which copies nothing, or have fewer microbatches in "
-                "flight"
-            )
+        budget = self._budget_bytes
+        kept = budget is None or need <= budget
+        PINNED.require(kept, strategy=strategy.value, need=need, text=text, budget=budget)
 
     def _allocate(
         self, strategy: Strategy, size: int, memory: Memory, groups: Sequence[Any]

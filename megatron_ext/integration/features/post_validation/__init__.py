@@ -26,7 +26,7 @@ from ...feature import Flag, Run, require_no_conflict
 from ...hooks import hooked
 from ...pipeline import start_param_sync
 from ...targets import CHAINED_STEP, DECIDE_EXIT, SAVE
-from .eager_step import EagerStep, StageGroups
+from .eager_step import PIPELINES, EagerStep, StageGroups
 from .head import Head
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class PostValidation(Head):
         ),
     )
     conflicts = CONFLICTS
+    rules = (PIPELINES,)
 
     def check(self, run: Run) -> None:
         if run.args.pp_post_validation is None or run.request is None:

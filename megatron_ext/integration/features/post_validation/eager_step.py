@@ -16,12 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import ConfigError
+from ...rules import Rule
 from ...utils import gather
 
 # Sums along the pipeline and Megatron's reduction round differently. Where the difference could
 # decide whether gradients are clipped, Megatron's is asked.
 _ROUNDING = 1e-5
+
+PIPELINES = Rule(
+    "--pp-post-validation needs gradient statistics that are reduced over whole pipelines",
+    "ranks {members} are not those, {line}, of a stage's ranks",
+    "drop it",
+)
 
 _FOUND, _SQUARES, _ZEROS = range(3)
 _FIELDS = 3
@@ -49,12 +55,7 @@ class StageGroups:
             for members in ranks:
                 here = [r for r in members if stages[r] == position]
                 along = sorted(peer for r in here for peer in every[r][3])
-                if along != sorted(members):
-                    raise ConfigError(
-                        "--pp-post-validation: gradient statistics are reduced over ranks "
-                        f"{members}, which are not the whole pipelines {line} of a stage's ranks; "
-                        "drop --pp-post-validation"
-                    )
+                PIPELINES.require(along == sorted(members), members=members, line=line)
         wanted = {
             tuple(r for r in members if stages[r] == position)
             for position, _, ranks, _ in every

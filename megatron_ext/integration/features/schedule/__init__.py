@@ -12,7 +12,7 @@ from ...building import Building
 from ...callbacks import Callback
 from ...feature import Feature, Flag, Run
 from ...hooks import Hook, hooked
-from ...model_classes import require_chunks
+from ...model_classes import BUILDS_CHUNKS, require_chunks
 from ...targets import DATASETS, SEQLEN_COUNT, TRAIN_STEP
 from ...utils import file_contents
 from .rules import RULES, SCHEDULE
@@ -79,7 +79,7 @@ class Schedule(Feature):
 
     flags = _FLAGS
     conflicts = SCHEDULE
-    rules = RULES
+    rules = (*RULES, BUILDS_CHUNKS)
 
     def check(self, run: Run) -> None:
         if run.request is not None:

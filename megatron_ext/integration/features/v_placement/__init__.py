@@ -21,7 +21,13 @@ from ...callbacks import Callback, Step
 from ...feature import Feature, Run
 from ...hooks import Hook, bound, hooked
 from ...layout import OF_VEE, LayerPattern, vee_layout
-from ...model_classes import generates, hybrid_model_has_chunks, no_text, require_placed
+from ...model_classes import (
+    NO_TEXT,
+    PLACEABLE,
+    generates,
+    hybrid_model_has_chunks,
+    require_placed,
+)
 from ...rules import Rule
 from ...targets import (
     BRIDGE_EMBEDDINGS,
@@ -36,7 +42,7 @@ from ...targets import (
 )
 from ...utils import chunks_of, has_second_embedding, tied_embeddings, unwrapped
 from .relay import Relay
-from .roles import CHUNKS, Roles, is_first_stage, is_last_stage, pp_rank
+from .roles import CHUNKS, PIPELINE_RANK, Roles, is_first_stage, is_last_stage, pp_rank
 
 _PLACED = "_megatron_ext_placed"  # attribute of a model chunk that was built for a V
 
@@ -77,7 +83,10 @@ class VPlacement(Roles, Feature):
     """On for schedules with V placement. It brings what rank 0 computes to where Megatron expects
     it."""
 
-    rules = (EVEN, TWO_CHUNKS, PLACED, ELSEWHERE, EQUAL, ONE_RANK, OF_VEE)
+    rules = (
+        *(EVEN, TWO_CHUNKS, PLACED, ELSEWHERE, EQUAL, ONE_RANK, OF_VEE, PLACEABLE, NO_TEXT),
+        PIPELINE_RANK,
+    )
 
     def check(self, run: Run) -> None:
         if not run.library or run.request is None:
@@ -193,7 +202,7 @@ class VPlacement(Roles, Feature):
         # Inference passes tensors from rank to rank itself, in the order of Megatron's placement.
         if generates(kwargs):
             why = "inference runs its own pipeline in Megatron's order of stages"
-            raise no_text("in V placement", why, "--pp-schedule")
+            raise NO_TEXT.broken(of="in V placement", why=why, flag="--pp-schedule")
         return original(model, *args, **kwargs)
 
     @hooked(

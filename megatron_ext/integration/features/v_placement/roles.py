@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ...errors import ConfigError
 from ...hooks import hooked
+from ...rules import Rule
 from ...targets import (
     BATCH,
     LAST_STAGE,
@@ -26,6 +26,13 @@ from ...targets import (
 
 CHUNKS = 2
 
+PIPELINE_RANK = Rule(
+    "V placement needs the pipeline rank of megatron.core.parallel_state",
+    "that is not initialized",
+    "call initialize_model_parallel() before the model is built (in Megatron-Bridge: "
+    "dist.use_decentralized_pg=False), or use a schedule with Megatron's own placement, e.g. zb-h1",
+)
+
 
 def pp_rank() -> int:
     """This process's rank in the pipeline.
@@ -35,13 +42,7 @@ def pp_rank() -> int:
     """
     from megatron.core import parallel_state
 
-    if not parallel_state.model_parallel_is_initialized():
-        raise ConfigError(
-            "V placement asks megatron.core.parallel_state for the pipeline rank, but it is not "
-            "initialized; call initialize_model_parallel() before the model is built (in "
-            "Megatron-Bridge: dist.use_decentralized_pg=False), or use a schedule with Megatron's "
-            "own placement, e.g. zb-h1"
-        )
+    PIPELINE_RANK.require(parallel_state.model_parallel_is_initialized())
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 

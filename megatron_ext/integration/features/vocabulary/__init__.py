@@ -12,10 +12,11 @@ from ...feature import Feature, Flag, Needs, Run, require_no_conflict
 from ...gradients import gradient_hook, require_gradient_hooks
 from ...hooks import Hook
 from ...layout import require_prediction_last
+from ...model_classes import NO_TEXT
 from ...utils import LastModels
-from .ends import FLAG, require_no_hooks
+from .ends import FLAG, HOOKED, require_no_hooks
 from .model import RULES, SharedOut, require_divisible
-from .passes import runner_of
+from .passes import ONE_SHAPE, runner_of
 
 _CHUNKS = "--pp-vocab-chunks"
 
@@ -44,7 +45,7 @@ class VocabularyParallel(SharedOut, Feature):
         ),
     )
     conflicts = VOCABULARY
-    rules = RULES
+    rules = (*RULES, HOOKED, ONE_SHAPE, NO_TEXT)
 
     def check(self, run: Run) -> None:
         args, chunks = run.args, run.args.pp_vocab_chunks

@@ -7,19 +7,24 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import ConfigError
 from ...hooks import bound, hooked
-from ...model_classes import generates, no_text
+from ...model_classes import NO_TEXT, generates
+from ...rules import Rule
 from ...targets import GPT_FORWARD, GPT_POSTPROCESS, GPT_STATE, MTP_ACCEPTANCE
 from ...utils import unwrapped
 
 FLAG = "--pp-vocab-parallel"
+HOOKED = Rule(
+    f"{FLAG} does not support the script's {{kind}} {{name}} on {{module}}",
+    "it would get hidden states in place of {wanted}, which are computed in passes of all ranks",
+    f"remove the hook, or drop {FLAG}",
+)
 # Of a module: attributes in which PyTorch keeps the hooks of its passes, or what it knows of them.
 _BEFORE_PASSES = "_forward_pre_hooks"
 _PASSES = (_BEFORE_PASSES, "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -193,11 +198,11 @@ def require_no_hooks(models: Sequence[Any]) -> None:
     if layer is None:
         return
     for name, hook in _foreign_hooks(layer, _PASSES):
-        raise _hooked("output_layer", name, hook, "logits")
+        _refuse("output_layer", name, hook, "logits")
     module: Any = models[-1]
     while module is not None:  # wrappers first
         for name, hook in _foreign_hooks(module, [x for x in _PASSES if x != _BEFORE_PASSES]):
-            raise _hooked(type(module).__name__, name, hook, "losses of a forward pass")
+            _refuse(type(module).__name__, name, hook, "losses of a forward pass")
         module = getattr(module, "module", None)
 
 
@@ -209,14 +214,10 @@ def _foreign_hooks(module: torch.nn.Module, kinds: Sequence[str]) -> Iterator[tu
                 yield kind, function
 
 
-def _hooked(module: str, kind: str, hook: Any, wanted: str) -> ConfigError:
+def _refuse(module: str, kind: str, hook: Any, wanted: str) -> NoReturn:
     name = getattr(hook, "__qualname__", type(hook).__name__)
     kind = kind.strip("_").removesuffix("s").replace("_", " ")
-    return ConfigError(
-        f"{FLAG} computes logits and losses in passes of all ranks, but the script has put the "
-        f"{kind} {name} on {module}, which would get hidden states in place of {wanted}; remove "
-        f"the hook, or drop {FLAG}"
-    )
+    raise HOOKED.broken(kind=kind, name=name, module=module, wanted=wanted)
 
 
 def losses_of(labels: Tensor, logits: Tensor) -> Tensor:
@@ -252,7 +253,7 @@ class Ends:
         processed = given.get("output_processor") is not None
         if generates(given) or processed or (last and given.get("labels") is None):
             why = "no rank has logits, only the losses of labels are computed"
-            raise no_text(f"under {FLAG}", why, FLAG)
+            raise NO_TEXT.broken(of=f"under {FLAG}", why=why, flag=FLAG)
         return original(model, *args, **kwargs)
 
     @hooked(GPT_POSTPROCESS, "hidden states would be taken for logits")

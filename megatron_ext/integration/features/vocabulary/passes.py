@@ -10,12 +10,14 @@ from ....runtime.edges import MessageOptions
 from ....runtime.vocabulary import Batch, VocabularyPasses
 from ....runtime.vocabulary_shards import EmbeddingShard, OutputShard, TensorRanks
 from ...callbacks import Step
-from ...errors import ConfigError
+from ...rules import Rule
 from ...runner import MegatronRunner, beneath
 from ...utils import unwrapped
 from .ends import FLAG, depths_of
 from .model import shard_of
 from .run import VocabularyRunner
+
+ONE_SHAPE = Rule(f"{FLAG} needs microbatches of one shape", "this call's have several", "drop it")
 
 
 def runner_of(step: Step, messages: MessageOptions, chunks: int) -> Callable[..., MegatronRunner]:
@@ -36,7 +38,7 @@ def _passes(
     iteration, shape = step.call.iteration, step.call.shape
     config, shard = iteration.config, shard_of(iteration.models)
     if shape is None:
-        raise ConfigError(f"{FLAG} needs microbatches of one known shape; drop it")
+        raise ONE_SHAPE.broken()
     ranks = TensorRanks(unwrapped(iteration.models[0]).tp_group, bool(config.sequence_parallel))
     sequence = shape[0] * (ranks.size if ranks.sequence_parallel else 1)
     weight, first_row = shard.output, shard.first_row
