@@ -377,6 +377,23 @@ def beneath(
     return functools.partial(both, **found.keywords, **given)
 
 
+def with_loss_function(
+    step: Callable[..., Any], taken: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """A script's forward step with another loss function.
+
+    Args:
+        taken: that other one, given the step's output and its own loss function.
+    """
+
+    @functools.wraps(step)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        output, own = step(*args, **kwargs)
+        return output, taken(output, own)
+
+    return changed
+
+
 @functools.cache
 def _takes_model_type(backward_step: Callable[..., Any]) -> bool:
     """Whether this Megatron's ``backward_step`` wants to know; asked once, not every iteration."""

@@ -29,13 +29,14 @@ from megatron_ext.integration.features.slices.carry import (
 )
 from megatron_ext.integration.features.slices.run import (
     Batches,
+    _linear,
     _require_attention,
-    _with_linear_loss,
     added,
 )
 from megatron_ext.integration.features.slices.state import Cuts, Slicing
 from megatron_ext.integration.features.slices.wanted import Wanted
 from megatron_ext.integration.hooks import declared
+from megatron_ext.integration.runner import with_loss_function
 from megatron_ext.schedule import NAMES, Costs, generate, load, save
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
@@ -334,10 +335,10 @@ def test_losses_that_are_not_linear_are_refused() -> None:
     def ratio(losses: torch.Tensor) -> torch.Tensor:
         return mean((-losses - 0.5).exp())
 
-    output, loss = _with_linear_loss(step)(None, "model", of=mean)
+    output, loss = with_loss_function(step, _linear)(None, "model", of=mean)
     assert loss(output)[0] == 1 and drawn == ["model"]
     with pytest.raises(ConfigError, match="is linear in .* are 0 it gives 0.606531"):
-        _with_linear_loss(step)(None, "model", of=ratio)
+        with_loss_function(step, _linear)(None, "model", of=ratio)
 
 
 @pytest.mark.parametrize(
@@ -351,9 +352,8 @@ def test_losses_that_are_not_linear_are_refused() -> None:
 def test_reports_that_slices_would_not_add_right_are_refused(report: Any, fault: Any) -> None:
     """A number of tokens would come out once for every slice, a sample's loss for one of them."""
     losses = torch.ones(2, 2)
-    step = _with_linear_loss(lambda: (losses, lambda x: (x.sum(), torch.tensor(4), report(x))))
     with pytest.raises(ConfigError, match=fault) if fault else contextlib.nullcontext():
-        assert step()[0] is losses
+        _linear(losses, lambda x: (x.sum(), torch.tensor(4), report(x)))
 
 
 def test_layers_that_are_not_cut_are_refused() -> None:

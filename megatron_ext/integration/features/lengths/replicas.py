@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...runner import with_loss_function
 from . import rules
 
 _MESSAGES = ("c10d", "_c10d_functional")
@@ -35,22 +36,20 @@ class LossFunctions:
             flag: that lets the others take other passes.
         """
 
-        @functools.wraps(step)
-        def checking(*args: Any, **kwargs: Any) -> Any:
-            output, function = step(*args, **kwargs)
+        def watched(output: Any, function: Callable[..., Any]) -> Callable[..., Any]:
             code = _code(function)
             if code in self._known:
-                return output, function
+                return function
 
             @functools.wraps(function)
-            def watched(*args: Any, **kwargs: Any) -> Any:
+            def first(*args: Any, **kwargs: Any) -> Any:
                 self._known.add(code)
                 with _Among(ranks, flag):
                     return function(*args, **kwargs)
 
-            return output, watched
+            return first
 
-        return checking
+        return with_loss_function(step, watched)
 
 
 class _Among(TorchDispatchMode):

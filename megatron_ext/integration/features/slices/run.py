@@ -11,7 +11,7 @@ import torch
 
 from ....runtime.executor import BackwardPass
 from ....schedule.units import Unit
-from ...runner import MegatronRunner
+from ...runner import MegatronRunner, with_loss_function
 from ...utils import unwrapped
 from . import carry, rules
 from .state import Cuts, Slicing
@@ -86,7 +86,8 @@ class SliceRunner(MegatronRunner):
         found = super().forward_step_func(chunk, microbatch)
         last = self.computes_loss(self.placement.stages[self._rank][chunk])
         # Once a step: the function may have been chosen by the step.
-        return _with_linear_loss(found) if self._unknown and last and not microbatch else found
+        checks = self._unknown and last and not microbatch
+        return with_loss_function(found, _linear) if checks else found
 
     def forward_step(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> tuple[Any, Any]:
         unit, before = _unit(microbatch), len(self.losses)
@@ -167,26 +168,20 @@ class SliceRunner(MegatronRunner):
         return unit.microbatch == self._it.num_microbatches - 1 and not unit.slice
 
 
-def _with_linear_loss(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A trainer's forward step whose loss function must give 0 for losses of 0, which all tokens
-    outside of a slice have.
+def _linear(output: torch.Tensor, loss_function: Callable[..., Any]) -> Callable[..., Any]:
+    """A trainer's loss function, which must give 0 for losses of 0, which all tokens outside of a
+    slice have.
 
     Raises:
         ConfigError: it does not, so that sums over slices would be another loss.
     """
-
-    @functools.wraps(step)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        output, loss_function = step(*args, **kwargs)
-        with torch.no_grad():
-            (loss, *_, none), (*_, some) = (
-                loss_function(torch.full_like(output, value)) for value in (0, 1)
-            )
-        rules.LINEAR.require(not bool(loss != 0), loss=f"{float(loss):g}")
-        _require_sums(none, some)
-        return output, loss_function
-
-    return checked
+    with torch.no_grad():
+        (loss, *_, none), (*_, some) = (
+            loss_function(torch.full_like(output, value)) for value in (0, 1)
+        )
+    rules.LINEAR.require(not bool(loss != 0), loss=f"{float(loss):g}")
+    _require_sums(none, some)
+    return loss_function
 
 
 def _require_sums(none: Any, some: Any) -> None:

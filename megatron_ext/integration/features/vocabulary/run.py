@@ -21,7 +21,7 @@ from ....runtime.weight_hooks import foreign_hooks
 from ....schedule.schedule import Schedule
 from ....schedule.vocabulary import G, T
 from ...gradients import add, finish, mark_added
-from ...runner import MegatronRunner
+from ...runner import MegatronRunner, with_loss_function
 from ...split_local import accumulate_fused
 from ...utils import unwrapped
 from .ends import FLAG, End, depths_of, embedding_of, hidden_of, rolled
@@ -180,11 +180,11 @@ class VocabularyRunner(MegatronRunner):
         if stage < self.placement.num_stages - 1:
             return original
 
-        def keeping_loss_function(*args: Any) -> Any:
-            output, self._loss_functions[microbatch] = original(*args)
-            return output, self._loss_functions[microbatch]
+        def kept(output: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+            self._loss_functions[microbatch] = function
+            return function
 
-        return keeping_loss_function
+        return with_loss_function(original, kept)
 
     def chunk_done(self, chunk: int) -> None:
         if chunk == 0:
