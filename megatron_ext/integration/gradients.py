@@ -14,6 +14,7 @@ from ..runtime.wgrad import WeightGradStore
 from .hooks import Hook
 from .rules import Rule
 from .targets import DDP_HOOK_MAKER
+from .utils import nested
 
 DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: a reference to Megatron's hook
 _LATE = "_megatron_ext_grad_hooks"  # attribute of the model: those made after it was wrapped
@@ -82,11 +83,9 @@ def _require_not_torchs(model: Any) -> None:
 
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     NOT_TORCHS.require(not sharded, has="has parameters that PyTorch has sharded (DTensor)")
-    while hasattr(model, "module"):
-        torchs = isinstance(model, torch.nn.parallel.DistributedDataParallel)
-        has = "is wrapped in torch.nn.parallel.DistributedDataParallel"
-        NOT_TORCHS.require(not torchs, has=has)
-        model = model.module
+    wrapped = any(isinstance(x, torch.nn.parallel.DistributedDataParallel) for x in nested(model))
+    has = "is wrapped in torch.nn.parallel.DistributedDataParallel"
+    NOT_TORCHS.require(not wrapped, has=has)
 
 
 def gradient_hook() -> Hook:

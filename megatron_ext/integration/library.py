@@ -30,7 +30,7 @@ from .pipeline import ScheduledPipeline, groups_of_call, pipeline_group, require
 from .rules import Rule
 from .takeover import require_not_held
 from .targets import PARALLEL_STATE
-from .utils import chunks_of, device_of, time_limit_minutes, unwrapped, watched
+from .utils import chunks_of, device_of, nested, time_limit_minutes, unwrapped, watched
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class ModelArgs:
         length: int,
         samples: int,
     ) -> None:
-        wrappers = {name for model in models for name in _wrappers(model)}
+        wrappers = {type(one).__name__ for model in models for one in nested(model)}
         self._known: dict[str, Any] = {
             **options,
             "rank": rank,
@@ -240,15 +240,6 @@ def _of_model(model: Any, config: Any) -> dict[str, Any]:
         "group_query_attention": getattr(config, "num_query_groups", None) is not None,
         "swiglu": getattr(config, "gated_linear_unit", False),
     }
-
-
-def _wrappers(model: Any) -> list[str]:
-    """Class names of what is around a model, outermost first."""
-    names = []
-    while hasattr(model, "module"):
-        names.append(type(model).__name__)
-        model = model.module
-    return names
 
 
 class _OfModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,17 @@ from .arguments import MegatronArgs
 from .errors import ConfigError
 
 
-def unwrapped(model: Any) -> Any:
-    """The model inside Megatron's wrappers (data parallelism, mixed precision)."""
+def nested(model: Any) -> Iterator[Any]:
+    """What is around a model (data parallelism, mixed precision), outermost first, and itself."""
+    yield model
     while hasattr(model, "module"):
         model = model.module
-    return model
+        yield model
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside Megatron's wrappers."""
+    return [*nested(model)][-1]
 
 
 def chunks_of(model: Any) -> list[Any]:

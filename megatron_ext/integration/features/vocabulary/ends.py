@@ -17,7 +17,7 @@ from ...hooks import bound, hooked
 from ...model_classes import NO_TEXT, generates
 from ...rules import Rule
 from ...targets import GPT_FORWARD, GPT_POSTPROCESS, GPT_STATE, MTP_ACCEPTANCE
-from ...utils import unwrapped
+from ...utils import nested, unwrapped
 
 FLAG = "--pp-vocab-parallel"
 HOOKED = Rule(
@@ -199,11 +199,9 @@ def require_no_hooks(models: Sequence[Any]) -> None:
         return
     for name, hook in _foreign_hooks(layer, _PASSES):
         _refuse("output_layer", name, hook, "logits")
-    module: Any = models[-1]
-    while module is not None:  # wrappers first
+    for module in nested(models[-1]):
         for name, hook in _foreign_hooks(module, [x for x in _PASSES if x != _BEFORE_PASSES]):
             _refuse(type(module).__name__, name, hook, "losses of a forward pass")
-        module = getattr(module, "module", None)
 
 
 def _foreign_hooks(module: torch.nn.Module, kinds: Sequence[str]) -> Iterator[tuple[str, Any]]:
