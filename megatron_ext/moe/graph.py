@@ -141,7 +141,6 @@ class Recomputation:
         self._count = self._next_call = 0
         self._count_behind = -1  # what was counted when fc2 was left out; -1: it was not
         self._keeping = False
-        self._filled: list[View] = []
 
     @contextlib.contextmanager
     def recording(self, slot: torch.Tensor) -> Iterator[None]:
@@ -173,16 +172,23 @@ class Recomputation:
         """
         if not self._blocks:
             return
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._fill, _never)
+        filled: list[View] = []
+
+        def fill(tensor: torch.Tensor) -> None:
+            if self._number(tensor, self._found) is not None:
+                filled.append(View(tensor))
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(fill, _never)
         with self._autocast, torch.enable_grad(), hooks, self._running(slot, self._call_again):
             experts()
         if self._count != len(self._blocks):
             raise self._mismatch(f"{self._count} storages")
-        for view in self._filled:
+        for view in filled:
             view.check(self._key)
+        filled.clear()
         # Saved tensors hold the hooks that packed them, and these this object. From here on each
         # storage goes with the last tensor that was saved of it, while backward proceeds.
-        self._blocks, self._calls, self._filled = [], [], []
+        self._blocks, self._calls = [], []
 
     # --- both times ---
 
@@ -253,10 +259,6 @@ class Recomputation:
         return output
 
     # --- backward ---
-
-    def _fill(self, tensor: torch.Tensor) -> None:
-        if self._number(tensor, self._found) is not None:
-            self._filled.append(View(tensor))
 
     def _found(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         number = self._count - 1

@@ -84,18 +84,14 @@ class WeightGradStore:
     state of this object and not thread-local.
 
     Attributes:
-        running: the store of the B pass that is running in this process. Hooks that outlive a
-            store ask this one.
-        hooked: id of a parameter -> the hooks for whose sake a B pass has not postponed it.
-        agreed: as ``hooked``, before the first B pass: hooks that count whatever this rank finds
-            later, since other ranks have to communicate in the same order.
+        running: that of this process's B pass in progress; hooks that outlive a store ask it.
+        hooked: id of a parameter -> the hooks for whose sake no B pass of this step postpones it.
     """
 
     running: ClassVar[WeightGradStore | None] = None
 
     def __init__(self) -> None:
         self.hooked: dict[int, tuple[str, ...]] = {}
-        self.agreed: Mapping[int, tuple[str, ...]] = {}
         self._work: dict[Hashable, list[_Work]] = {}
         self._parameters: dict[Hashable, set[int]] = {}
         self._collecting: list[_Work] | None = None
@@ -123,7 +119,7 @@ class WeightGradStore:
         a hook of the user waits there for one of them."""
         if not self.collecting or self._returned:
             return self.collecting
-        every = {id(one): foreign_hooks(one) or self.agreed.get(id(one), ()) for one in parameters}
+        every = {id(one): foreign_hooks(one) or self.hooked.get(id(one), ()) for one in parameters}
         found = {one: hooks for one, hooks in every.items() if hooks}
         self.hooked.update(found)
         return not found

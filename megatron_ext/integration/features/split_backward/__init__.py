@@ -11,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ....runtime.wgrad import WeightGradStore
-from ....schedule.actions import Op
+from ....schedule import Op, Schedule
 from ....schedule.effects import passes
-from ....schedule.schedule import Schedule
 from ... import split_local as local
 from ... import split_te as wgrad_te
 from ...callbacks import Callback, Step
@@ -66,7 +65,7 @@ class SplitBackward(Feature):
             self._store.followed_by = followed_by(step.plan, step.rank) if several else {}
         if step.plan.splits_backward:
             self._prepare(step)
-            self._store.agreed = hooks_of_all_ranks(step.call.iteration.models)
+            self._store.hooked = hooks_of_all_ranks(step.call.iteration.models)
         step.notes["wgrad"] = lambda: None if self.report is None else self.report.as_dict()
 
     def end(self, step: Step) -> None:

@@ -6,7 +6,7 @@ gradient. All ranks must do it in the same order, and one of them alone may have
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ...utils import watched
 _ELSEWHERE = ("hook on another tensor-parallel rank",)
 
 
-def hooks_of_all_ranks(models: Sequence[torch.nn.Module]) -> Mapping[int, tuple[str, ...]]:
+def hooks_of_all_ranks(models: Sequence[torch.nn.Module]) -> dict[int, tuple[str, ...]]:
     """Identity of a parameter -> its hooks: those of this rank, or that another rank has some.
 
     One small reduction of a tensor-parallel group; nothing without sequence parallelism.
