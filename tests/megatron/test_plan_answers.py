@@ -19,19 +19,26 @@ from tests.support import ROOT
 from tests.support.waiting import PATIENCE
 from tests.unit.cli.test_plan_cases import CASES, LENGTHS, PLAIN, SLICED, SMALL
 
+# Megatron checks some flags in its validation and others in the model's configuration.
 # One process for all lines of a test: importing Megatron takes longest.
 VALIDATE = """
 import json, os, sys
 from megatron_ext import cpu
 cpu.install()
 from megatron_ext.integration import install, revert
+from megatron.core import utils
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.training import arguments
+# As where Transformer Engine is installed.
+utils._te_version = utils.PkgVersion("2.14.0")
+rope_utils.fused_apply_rotary_pos_emb = print
 for world, words in json.load(sys.stdin):
     os.environ["WORLD_SIZE"], sys.argv = world, ["pretrain_gpt.py", *words]
     installed = install(words)
     args = arguments.parse_args()
     try:
         arguments.validate_args(args)
+        arguments.core_transformer_config_from_args(args)
         print("RESULT", json.dumps([args.pipeline_model_parallel_size, ""]))
     except (AssertionError, ValueError) as error:
         print("RESULT", json.dumps([0, str(error)]))
@@ -89,11 +96,16 @@ def test_answers_are_valid() -> None:
     lengths = answered(gpu, f"{line} {LENGTHS} --pp-offload half")
     assert not {"--pp-offload", "--pp-vocab-parallel"} & {*lengths[1]}
     refused = [*lengths[1], "--pp-offload", "half"]
+    full = "--cuda-graph-impl local --recompute-granularity full --recompute-method uniform"
+    own = line.replace("--world-size 4 ", f"--micro-batch-size 1 {full} {RUN} ")  # stock's run
     lines = [(world, words), (world, wrong), sliced, lengths, (lengths[0], refused)]
-    (pp, why), (none, divide), *more, (no, offload) = validated(lines)
+    (pp, why), (none, divide), *more, (no, offload), (bad, recompute) = validated(
+        [*lines, ("4", [*own.split(), "--recompute-num-layers", "1"])]
+    )
     assert (pp, why) == (2, "") and more == [[4, ""], [4, ""]]
     assert none == 0 and "must be divisible" in divide, "it can fail"
     assert no == 0 and "--pp-offload" in offload, "and so can plans for lengths"
+    assert bad == 0 and "recompute" in recompute, "and the configuration"
 
 
 @pytest.mark.matrix
