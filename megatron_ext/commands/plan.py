@@ -54,6 +54,8 @@ def _plan(args: argparse.Namespace) -> int:
         gpu = plan_device.gpu(args)
         _check(args)
         own = Given.of(args, given)
+        if args.output is not None and own.no_file is not None:
+            raise InputError(f"--output {args.output}: {own.no_file}; leave --output out")
         with Progress("plan") as progress:
             asked = jobs(args, freed(args, given), gpu)
             spaces = plan_space.spaces(args, asked, gpu, own)

@@ -10,13 +10,14 @@ from typing import Any
 
 from .._conflict import argument
 from .._input import attribute, flag_of
+from ..plan import lengths
 from ..plan.collectives import Overlap
 from ..plan.divisions import SIZES, divisions
 from ..plan.flags import job_of
 from ..plan.gpu import Gpu
 from ..plan.layout import read_layout
 from ..plan.model import Job, PlanError
-from ..plan.refusals import of_schedules
+from ..plan.refusals import FILE, of_file, of_schedules
 from ..schedule import GENERATORS, Placement, ScheduleSpec
 from .plan_input import UNEVEN, VIRTUAL, values_given
 
@@ -76,6 +77,13 @@ class Given:
     def stock_only(self) -> str | None:
         """Why training takes no schedule of ours beside the user's flags; None: it takes some."""
         return of_schedules(self.arguments)
+
+    @property
+    def no_file(self) -> str | None:
+        """Why training takes no schedule file beside the user's flags; None: it takes one."""
+        if lengths.wanted(self.arguments):
+            return f"{FILE} has a fixed order, and {lengths.FLAG} {lengths.LENGTHS} makes its own"
+        return of_file(self.arguments)
 
     def placement(self, pp: int) -> Placement:
         """Where its stages lie, on so many ranks."""

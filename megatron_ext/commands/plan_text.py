@@ -116,7 +116,7 @@ def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
     lines += ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
     lines += [*_chosen(data, file), *_replaced(data), *vocabulary_text(data, gib)]
     lines += expert_overlap_text(data, gib)
-    if best["division"]["pipeline"] > 1:
+    if best["division"]["pipeline"] > 1 and data["stock_only"] is None:
         lines.append(post_validation_text(data, gib))
     return [*lines, "", *_ranks(best["ranks"])]
 

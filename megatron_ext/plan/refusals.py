@@ -105,6 +105,9 @@ NO_SPLIT = (
     "a captured backward pass computes weight gradients with it, and this schedule computes them "
     "later, in W"
 )
+NO_FILE = "Megatron's graphs are safe in stock's orders only"
+COLD = "they are captured in the order of the steps before"
+WARM_UP = "give --cuda-graph-warmup-steps 1 or more"
 _FIXED = "graphs are replayed in the order in which they were captured; drop it"
 _POOL = "a captured layer saves its tensors in the graphs' memory; drop it"
 
@@ -127,6 +130,13 @@ def implementation(args: Any) -> tuple[str, str] | None:
     if WHOLE in modules_of({name: getattr(args, name, None) for name in names}):
         return WHOLE, f"--cuda-graph-scope {WHOLE}"
     return asked, flag
+
+
+def are_cold(args: Any) -> bool:
+    """True if Transformer Engine's graphs are captured before any step; ``args`` as above, or as
+    the words of a command line."""
+    steps = getattr(args, "cuda_graph_warmup_steps", None)
+    return (implementation(args) or "")[:1] == (TRANSFORMER_ENGINE,) and str(steps) == "0"
 
 
 GRAPHS = (
@@ -238,7 +248,20 @@ def of_schedules(args: Any) -> str | None:
     kind, flag = graphs
     if kind == WHOLE:
         return f"--pp-schedule does not support {flag}: {NO_ITERATION}"
+    if are_cold(args):
+        return f"--pp-schedule does not support {flag}: {COLD}; {WARM_UP}"
     return _beside_graphs(args, args, ("--rampup-batch-size", "--step-batch-size-schedule"))
+
+
+def of_file(args: Any) -> str | None:
+    """Why training takes no schedule file beside ``args``; None: it takes one."""
+    whole, graphs = of_schedules(args), implementation(args)
+    if whole is not None:
+        return whole
+    if graphs is not None:
+        return f"{FILE} cannot be combined with {graphs[1]}: {NO_FILE}"
+    found = first_conflict(SCHEDULE, args, (FILE,))
+    return None if found is None else f"{FILE} cannot be combined with {found[1]}"
 
 
 def of_names(names: Iterable[str], args: Any) -> str | None:

@@ -56,7 +56,7 @@ NO_SPLIT = Rule(
 )
 # Megatron up to 0.18 drops the pool's hold on the last stage's output at once, which is right if
 # its backward pass comes next.
-NO_FILE = Rule(_GRAPHS, "Megatron's graphs are safe in stock's orders only", _STOCK)
+NO_FILE = Rule(_GRAPHS, refusals.NO_FILE, _STOCK)
 NO_LIBRARY = Rule(
     _GRAPHS,
     "Megatron's training loop captures these graphs",
@@ -64,8 +64,8 @@ NO_LIBRARY = Rule(
 )
 WARM = Rule(
     _GRAPHS,
-    "they are captured in the order of the steps before",
-    "give --cuda-graph-warmup-steps 1 or more",
+    refusals.COLD,
+    refusals.WARM_UP,
 )
 ONE_SHAPE = Rule(
     "a run with CUDA graphs needs messages of one shape",
@@ -77,7 +77,7 @@ TRAINED = Rule(
     "a capture of CUDA graphs for {microbatches} microbatches in {chunks} model chunks needs a "
     "step of them before",
     "none has been trained yet",
-    "give --cuda-graph-warmup-steps 1 or more",
+    refusals.WARM_UP,
 )
 
 
@@ -100,7 +100,7 @@ class CudaGraphs(Feature):
             (NO_SPLIT, request.splits_backward),
             (NO_FILE, request.file is not None),
             (NO_LIBRARY, engine and run.library),
-            (WARM, engine and getattr(run.args, "cuda_graph_warmup_steps", 1) == 0),
+            (WARM, refusals.are_cold(run.args)),
         ):
             rule.require(not broken, schedule=request.name, flag=flag)
         require_no_conflict(run.args, self.conflicts, {"": flag})

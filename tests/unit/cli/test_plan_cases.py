@@ -230,6 +230,7 @@ BESIDE = {
     "--cuda-graph-impl local": {"1f1b", "interleaved"},
     "--cuda-graph-impl full_iteration": set(),
     "--fine-grained-activation-offloading --offload-modules attn_norm": set(),
+    "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0": set(),
 }
 
 
@@ -241,6 +242,8 @@ def test_nothing_that_training_refuses_beside_the_users_flags(run, flags):
     chosen, printed = data["chosen"], " ".join(data["chosen"]["flags"])
     if not BESIDE[flags]:
         assert "--pp-" not in printed and flags.split()[0] in data["stock_only"]
+        said = run(*words[:5], "--memory-cap", "60GiB")[1]
+        assert said.count(data["stock_only"]) == 1
         refused = run(*words, "60GiB", "--schedules", "v-half")
         assert refused[0] == 2 and data["stock_only"] in refused[2]
         return
@@ -250,6 +253,24 @@ def test_nothing_that_training_refuses_beside_the_users_flags(run, flags):
         assert not point["cheap_recompute"] and not point["vocab_parallel"]
         assert point["offload"] is None and point["recompute"] is None, "Megatron's own rule"
     assert flags in chosen["no_post_validation"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--cuda-graph-impl full_iteration", "cannot be captured"),
+        ("--cuda-graph-impl local", "safe in stock's orders only"),
+        ("--rampup-batch-size 4 4 64", "a fixed number of microbatches"),
+        (LENGTHS, "a fixed order"),
+    ],
+)
+def test_no_file_where_training_takes_none(run, tmp_path, flags, why):
+    gpu, line = SMALL["small"]
+    path = tmp_path / "order.json"
+    status, out, err = run(
+        "plan", "--gpu", gpu, "--from-args", f"{line} {flags}", "--output", str(path)
+    )
+    assert (status, out) == (2, "") and why in err and not path.exists()
 
 
 def test_cheap_recompute_is_not_tried_beside_delayed_scaling(run):
