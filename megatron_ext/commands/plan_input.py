@@ -93,7 +93,8 @@ def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str
 def from_line(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Of ``--from-args`` and the flags beside it; and the names of the flags that were ignored."""
     command = args.from_args
-    found, ignored = read(command.flags if command else [])
+    found, rest = read(command.flags if command else [])
+    ignored = [flag for flag in rest if attribute(flag) not in _READ]
     found |= {n: v for n, v in vars(args).items() if n in _KNOWN}
     ranks = math.prod(found.get(name) or 1 for name in SIZES[:3])
     if command and command.world and command.world % ranks == 0:
@@ -110,6 +111,8 @@ def values_given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 VIRTUAL = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
+# Of the user's own run, though no job has them.
+_READ = (*VIRTUAL, "pp_schedule", "cuda_graph_warmup_steps")
 # Megatron takes none of these beside a layout.
 UNEVEN = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),

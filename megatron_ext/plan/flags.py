@@ -13,6 +13,7 @@ from . import overlap, vocabulary
 from .defaults import job_with_defaults
 from .launches import GRAPHS as GRAPHS
 from .launches import graphed as graphed
+from .layout import check_stages
 from .model import Job, PlanError
 from .moe_job import check, exclude_chunks
 
@@ -165,6 +166,7 @@ def job_of(given: dict[str, Any]) -> Job:
     check(job)
     vocabulary.refuse(job)
     overlap.refuse(job)
+    check_stages(job)
     return job
 
 

@@ -177,6 +177,23 @@ def read_layout(text: str, layers: int) -> Split:
     return Split(counts, predicts=where)
 
 
+def check_stages(job: Job) -> None:
+    """Refuse given stages that the ranks do not share evenly, as Megatron does.
+
+    Raises:
+        PlanError: with the numbers and the fix; or as ``read_layout``.
+    """
+    pp, counts = job.pipeline_model_parallel_size, job.segments
+    if counts is None and job.layout is not None and "|" in job.layout:
+        counts = read_layout(job.layout, job.num_layers).counts
+    if counts is not None and len(counts) % pp:
+        flag = "--hybrid-layer-pattern" if job.hybrid else "--pipeline-model-parallel-layout"
+        raise PlanError(
+            f"{flag} lists {len(counts)} stages, no multiple of "
+            f"--pipeline-model-parallel-size {pp}; give equally many for every rank"
+        )
+
+
 def split_of(job: Job, stages: int, chunks: int = 1) -> Split | None:
     """The split that the job's own flags ask for with so many stages; None if it has none.
 

@@ -273,6 +273,18 @@ def test_no_file_where_training_takes_none(run, tmp_path, flags, why):
     assert (status, out) == (2, "") and why in err and not path.exists()
 
 
+def test_flags_of_the_users_pipeline_are_not_ignored(run):
+    """Their stages are counted, too."""
+    _, line = SMALL["small-virtual"]
+    data, _ = _answer(run, "H100", line + "--pp-schedule interleaved", "--effort", "0.1")
+    assert data["ignored"] == []
+    words = "plan", "--gpu", "H100", "--from-args"
+    _, line = SMALL["small"]
+    layout = f"{line} --pipeline-model-parallel-layout Et|(ttt|)*5L"
+    status, out, err = run(*words, layout)
+    assert (status, out) == (2, "") and "lists 7 stages, no multiple of" in err
+
+
 def test_cheap_recompute_is_not_tried_beside_delayed_scaling(run):
     _, line = SMALL["small"]
     words = ["plan", "--gpu", "H100", "--json", "--memory-cap", "6GiB", "--from-args"]
