@@ -55,13 +55,20 @@ def schedules(text: str | None) -> tuple[str, ...]:
 
 
 def allowed(
-    names: tuple[str, ...], job: Job, offload: str | None, beside: SimpleNamespace, *, named: bool
+    names: tuple[str, ...],
+    job: Job,
+    offload: str | None,
+    beside: SimpleNamespace,
+    *,
+    named: bool,
+    cheap: bool,
 ) -> Allowed:
     """What training takes beside the user's flags.
 
     Args:
         names: of schedules; ``named``: the user gave them.
         offload: as ``--offload``.
+        cheap: ``--cheap-recompute on``.
         beside: the user's flags.
 
     Raises:
@@ -72,7 +79,7 @@ def allowed(
         raise PlanError(f"--offload {offload} cannot be combined with {PAIRS}; drop one")
     asked = {
         "pp_vocab_parallel": job.vocab_parallel,
-        "pp_cheap_recompute": job.cheap_recompute,
+        "pp_cheap_recompute": job.cheap_recompute or cheap,
         "pp_offload": offload if always else None,
     }
     beside = SimpleNamespace(

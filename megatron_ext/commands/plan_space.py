@@ -80,7 +80,10 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
     names = schedules(args.schedules)
     named = bool(args.schedules)
     beside = own.arguments
-    names, job, kinds, vocabulary, cheap = allowed(names, job, args.offload, beside, named=named)
+    on = args.cheap_recompute == "on"
+    names, job, kinds, vocabulary, cheap = allowed(
+        names, job, args.offload, beside, named=named, cheap=on
+    )
     space = SearchSpace(
         job,
         gpu,
@@ -155,7 +158,7 @@ def _sizes(
     return tuple(b for b in sorted({1, 2, 4, job.micro_batch_size}) if share % b == 0)
 
 
-def recompute(args: argparse.Namespace, job: Job, cheap: bool = True) -> tuple[bool, ...]:
+def recompute(args: argparse.Namespace, job: Job, cheap: bool) -> tuple[bool, ...]:
     """Which of without and with cheap recompute; ``cheap``: training takes it."""
     if args.cheap_recompute in (None, "auto"):
         if job.recompute_granularity == "full":
@@ -163,8 +166,6 @@ def recompute(args: argparse.Namespace, job: Job, cheap: bool = True) -> tuple[b
         return (True,) if job.cheap_recompute else (False, True)[: 1 + cheap]
     if args.cheap_recompute == "on" and job.recompute_granularity == "full":
         raise PlanError("--cheap-recompute on has nothing to do under full recomputation")
-    if args.cheap_recompute == "on" and not cheap:
-        raise PlanError("--cheap-recompute on: training refuses it beside your flags; drop it")
     return (args.cheap_recompute == "on",)
 
 

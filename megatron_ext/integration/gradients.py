@@ -24,8 +24,8 @@ _ADDED = "_megatron_ext_added_to_main_grad"
 LATER = Rule(
     "a schedule with passes for weight gradients needs Megatron's DistributedDataParallel to wait "
     "for them",
-    "this model's was there before, and reduces gradients earlier (overlap_grad_reduce) or has "
-    "layers of Transformer Engine",
+    "this model was wrapped in it before, and reduces gradients earlier (overlap_grad_reduce) or "
+    "has layers of Transformer Engine",
     "call megatron_ext.enable() before the model is wrapped",
 )
 NOT_TORCHS = Rule(

@@ -292,3 +292,6 @@ def test_cheap_recompute_is_not_tried_beside_delayed_scaling(run):
         flags = f"{line} --fp8-format hybrid --fp8-recipe {recipe}"
         front = json.loads(run(*words, flags)[1])["front"]
         assert any(point["cheap_recompute"] for point in front) == tried
+    line += " --fp8-format hybrid --fp8-recipe delayed"
+    status, out, err = run(*words, line, "--cheap-recompute", "on")
+    assert (status, out) == (2, "") and "--pp-cheap-recompute does not support --fp8-recipe" in err

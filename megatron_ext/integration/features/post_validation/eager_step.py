@@ -25,7 +25,7 @@ _ROUNDING = 1e-5
 
 PIPELINES = Rule(
     "--pp-post-validation needs gradient statistics that are reduced over whole pipelines",
-    "ranks {members} are not those, {line}, of a stage's ranks",
+    "they are reduced over ranks {members}, and the pipelines of a stage's ranks are {line}",
     "drop it",
 )
 

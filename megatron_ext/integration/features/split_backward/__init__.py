@@ -65,7 +65,11 @@ class SplitBackward(Feature):
             self._store.followed_by = followed_by(step.plan, step.rank) if several else {}
         if step.plan.splits_backward:
             self._prepare(step)
-            self._store.hooked = hooks_of_all_ranks(step.call.iteration.models)
+            iteration = step.call.iteration
+            hooked = (
+                hooks_of_all_ranks(iteration.models) if iteration.config.sequence_parallel else {}
+            )
+            self._store.hooked = hooked
         step.notes["wgrad"] = lambda: None if self.report is None else self.report.as_dict()
 
     def end(self, step: Step) -> None:
