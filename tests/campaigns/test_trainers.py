@@ -20,7 +20,7 @@ from tests.support.checkouts import INSTALLED, environment, missing, python_path
 # The folder of the step's package, what Megatron it runs on, what it needs installed.
 FRAMEWORKS = {
     "verl": (".", "core_v0.18.2", ("tensordict", "omegaconf", "hydra")),
-    "RL": (".", "core_v0.20.0-d98e8a64", ()),
+    "RL": (".", "core_v0.20.0-d98e8a64", ("hydra",)),
     "ms-swift": (".", INSTALLED, ()),
     "slime": (".", "core_v0.16.0rc0-1dcf0daf", ()),
     "Megatron-Bridge": ("src", "core_v0.20.0-d98e8a64", ("omegaconf",)),
@@ -60,9 +60,11 @@ def step(
     framework = request.param
     if reason := left_out(framework):
         pytest.skip(reason)
+    # Behind ours: where ``left_out`` may have found the framework's packages.
+    paths = [python_path(FRAMEWORKS[framework][1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
         **environment(),
-        "PYTHONPATH": python_path(FRAMEWORKS[framework][1]),
+        "PYTHONPATH": os.pathsep.join(paths),
         "MEGATRON_EXT_TRAINER": framework,
         "MEGATRON_EXT_TRAINER_PATH": str(checkout(framework)),
     }
