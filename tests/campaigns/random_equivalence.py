@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.prove.server import Outcome, ScriptServer
+from tests.campaigns.random_extras import extras
 from tests.support.feature_runs import DEFECTS, SCHEDULES, compare, reason
 from tests.support.features import BASE, MOE, OVERLAP, Feature
 
@@ -82,8 +83,8 @@ class Case:
     why: str = ""
 
 
-def draw(seed: int, number: int, steps: int) -> Case:
-    """Case ``number``, the same one wherever it is drawn."""
+def draw(seed: int, number: int, steps: int, wide: bool = False) -> Case:
+    """Case ``number``, the same one wherever it is drawn; ``wide``: with more features."""
     rng = random.Random(f"{seed}/{number}")
     pp = rng.choice((2, 2, 3, 4))
     dp, inner, inner_flags = _widths(rng, pp)
@@ -134,6 +135,11 @@ def draw(seed: int, number: int, steps: int) -> Case:
         slices = _slices(rng)  # last, so that the other draws are as they were
         ours.append(slices)
         stock += [f"--pp-schedule 1f1b {slices}"] * bool(slices)
+    for extra in extras(rng, " ".join([*model, *run, *ours])) if wide else ():
+        model.append(extra.model)
+        run.append(extra.run)
+        ours.append(extra.ours)
+        why += [extra.why] * bool(extra.why)
     tolerance = 0.0 if not why else 1e-4 if not dtype else 2e-2
     texts = [" ".join(filter(None, part)) for part in (model, run, stock, ours)]
     return Case(*texts, pp * dp * inner, tolerance, "; ".join(why))
@@ -258,10 +264,13 @@ class Runner:
             if made.status != "ok":
                 shutil.rmtree(weights, ignore_errors=True)
                 return "no stock", "no checkpoint: " + reason(made, 1), made.seconds
-        words += case.run.split()
+        paths = {"SAVE": "saved", "TRACE": "traces"}
+        words += [str(self.folder / paths[w]) if w in paths else w for w in case.run.split()]
         words += f"--load {weights} --finetune --no-load-optim --no-load-rng".split()
         stock = self._stocks(words + case.stock.split(), case.world)
-        ours = self.train(words + case.ours.split(), case.world, f"case-{number}")
+        shutil.rmtree(self.folder / "saved", ignore_errors=True)
+        own = [str(self.folder / paths[w]) if w in paths else w for w in case.ours.split()]
+        ours = self.train(words + own, case.world, f"case-{number}")
         if ours.status == "hung":
             return "HUNG", f"after {ours.seconds:.0f} s", ours.seconds
         sentence = _refusal(ours, case.world) if ours.status == "failed" else ""
@@ -323,6 +332,7 @@ def _record(options: argparse.Namespace, number: int, case: Case, runner: Runner
     repeat = f"python -m {module} CHECKOUT --seed {options.seed} --only {number}"
     if options.steps != 10:
         repeat += f" --steps {options.steps}"
+    repeat += " --wide" * options.wide
     return {
         "case": number,
         "result": result,
@@ -343,6 +353,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=300, help="how many, from there")
     parser.add_argument("--hours", type=float, default=1000.0, help="start no case later than this")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--wide", action="store_true", help="with features of random_extras.py")
     parser.add_argument("--only", type=int, metavar="N", help="repeat one case")
     parser.add_argument("--results", type=Path, help="append one JSON line a case, and go on there")
     parser.add_argument("--keep", type=Path, help="keep logs and checkpoints in this folder")
@@ -360,7 +371,9 @@ def main() -> int:
         for number in todo:
             if number in done or time.monotonic() - start > 3600 * options.hours:
                 continue
-            entry = _record(options, number, draw(options.seed, number, options.steps), runner)
+            entry = _record(
+                options, number, draw(options.seed, number, options.steps, options.wide), runner
+            )
             counts[entry["result"].split("~")[0] or "~"] += 1
             print(f"{number:4} {entry['result']:10} {entry['ours']}  {entry['detail'][:160]}",
                   flush=True)  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ext.prove.server import Outcome
 from tests.campaigns import random_equivalence as script
+from tests.campaigns.random_extras import EXTRAS
 from tests.support.features import Feature
 
 CASES = [script.draw(1, number, 10) for number in range(300)]
@@ -32,6 +33,23 @@ def test_draws_are_repeatable_and_various() -> None:
         assert flag in everything
 
 
+def test_more_features_come_on_top() -> None:
+    """The case stays; every extra is drawn sooner or later, and none gives a flag twice."""
+    left = set(EXTRAS)
+    for number in range(1000):
+        wide, case = (script.draw(1, number, 10, wide=more) for more in (True, False))
+        assert wide.model.startswith(case.model) and wide.run.startswith(case.run)
+        assert wide.ours.startswith(case.ours) and wide.tolerance >= case.tolerance
+        more = [
+            f" {new[len(old) :].strip()} "
+            for new, old in ((wide.model, case.model), (wide.run, case.run), (wide.ours, case.ours))
+        ]
+        flags = re.findall(r"--[a-z][\w-]*", " ".join(more))
+        assert len(flags) == len(set(flags)) >= 2
+        left = {e for e in left if not all(p in m for p, m in zip((e.model, e.run, e.ours), more))}
+    assert not left
+
+
 @pytest.mark.parametrize("number", range(0, 300, 7))
 def test_both_runs_train_the_same_model(number: int) -> None:
     case = CASES[number]
@@ -40,7 +58,12 @@ def test_both_runs_train_the_same_model(number: int) -> None:
     for flags in (case.stock, case.ours):
         layout = re.findall(r"--pipeline-model-parallel-layout (\S+)", flags)
         assert not layout or layout[0].count("t") == layers
-    assert "--pp-" not in case.stock + case.run + case.model
+    assert "--pp-" not in case.run + case.model
+    # Slices are compared with 1F1B in the same slices.
+    slices = re.findall(r"--pp-slice.*", case.ours)
+    assert re.findall(r"--pp-.*", case.stock) == [
+        f"--pp-schedule 1f1b --transformer-impl local {flags}" for flags in slices
+    ]
     assert case.world in (pp, 2 * pp)
     assert (case.tolerance == 0) == (case.why == "")
 

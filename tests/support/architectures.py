@@ -14,9 +14,9 @@ _GQA = "--group-query-attention --num-query-groups 2"
 _EP2 = "--expert-model-parallel-size 2"
 _DENSE_FIRST = "--moe-layer-freq ([0]*2+[1]*6)"
 # The sizes of queries, keys and values all differ, and none is hidden size over heads.
-_MLA = f"""{_LLAMA} --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8
+MLA = f"""{_LLAMA} --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8
 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"""
-DEEPSEEK = f"""{_MLA} --num-experts 8 {_DENSE_FIRST} --ffn-hidden-size 48 --moe-ffn-hidden-size 16
+DEEPSEEK = f"""{MLA} --num-experts 8 {_DENSE_FIRST} --ffn-hidden-size 48 --moe-ffn-hidden-size 16
 --moe-shared-expert-intermediate-size 16 --moe-router-topk 2 --moe-router-num-groups 4
 --moe-router-group-topk 2 --moe-router-score-function sigmoid --moe-router-pre-softmax
 --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32
@@ -30,17 +30,17 @@ _GPT_OSS = f"""{_LLAMA.replace("--swiglu", "--quick-geglu")} {_GQA} --kv-channel
 --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"""
 # Mock documents have 1 to 4096 tokens.
 _LONG = "--seq-length 256 --max-position-embeddings 256"
-_PACKED = f"--dataloader-inter-document-masking {_LONG}"
-_MASKED = f"--reset-position-ids --reset-attention-mask --eod-mask-loss {_LONG}"
+PACKED = f"--dataloader-inter-document-masking {_LONG}"
+MASKED = f"--reset-position-ids --reset-attention-mask --eod-mask-loss {_LONG}"
 _HETEROGENEOUS = f"""{_LLAMA} {_GQA} --use-rotary-position-embeddings --use-rope-scaling
 --rope-scaling-factor 8.0 --rotary-base 500000 --heterogeneous-layers-config-path
 {ROOT / "tests" / "support" / "heterogeneous_layers.json"}"""
 
 ARCHITECTURES = (
-    Feature("MLA", model=_MLA, pp=2, world=2),
+    Feature("MLA", model=MLA, pp=2, world=2),
     Feature(
         "MLA, TP 2, sequence parallel",
-        model=_MLA,
+        model=MLA,
         run="--tensor-model-parallel-size 2 --sequence-parallel",
         pp=2,
         tolerance=1e-5,
@@ -97,12 +97,12 @@ ARCHITECTURES = (
     Feature("Qwen3: QK norm, GQA, MoE, vocabulary of 152k", model=_QWEN, run=OVERLAP, pp=2),
     Feature("GPT-OSS: sliding window, sinks, clamped GLU, MoE", model=_GPT_OSS, pp=2, world=2),
     Feature("heterogeneous layers", model=_HETEROGENEOUS, pp=2, world=2),
-    Feature("packed sequences", model=_PACKED, pp=2, world=2, first=(0, 19)),
-    Feature("packed sequences, PP 4", model=_PACKED, first=(0, 19), alone=True),
-    Feature("packed sequences, MLA", model=f"{_PACKED} {_MLA}", pp=2, world=2, first=(0, 19)),
+    Feature("packed sequences", model=PACKED, pp=2, world=2, first=(0, 19)),
+    Feature("packed sequences, PP 4", model=PACKED, first=(0, 19), alone=True),
+    Feature("packed sequences, MLA", model=f"{PACKED} {MLA}", pp=2, world=2, first=(0, 19)),
     Feature(
         "packed sequences, TP 2",
-        model=_PACKED,
+        model=PACKED,
         run="--tensor-model-parallel-size 2",
         pp=2,
         tolerance=1e-5,
@@ -111,15 +111,15 @@ ARCHITECTURES = (
     ),
     Feature(
         "packed sequences, CP 2",
-        model=_PACKED,
+        model=PACKED,
         run="--context-parallel-size 2",
         pp=2,
         first=(0, 19),
     ),
-    Feature("attention mask of each document", model=_MASKED, pp=2, world=2),
+    Feature("attention mask of each document", model=MASKED, pp=2, world=2),
     Feature(  # Stages between the first and the last have no mask, in stock either.
         "attention mask of each document, beside stock's interleaving",
-        model=_MASKED,
+        model=MASKED,
         run="--num-virtual-stages-per-pipeline-rank 2",
         pp=2,
         world=2,
