@@ -84,23 +84,27 @@ EXTRAS = (
             "--moe-token-dispatcher-type allgather",
             "--moe-layer-freq 2",
             "--moe-ffn-hidden-size 48",
-            "--moe-latent-size 16",
         )
     ),
     # Optimizer, gradients, the loop around the steps.
-    Extra(run="--optimizer sgd", without="post-validation"),
+    Extra(run="--optimizer sgd", without="post-validation|distributed-opt"),
     Extra(run="--weight-decay 0.1 --decoupled-lr 1e-4"),
     Extra(run="--lr-warmup-iters 1"),
     Extra(run="--log-params-norm --log-num-zeros-in-grad --timing-log-level 1"),
     Extra(run="--rerun-mode validate_results", without="post-validation"),
     Extra(run="--manual-gc --manual-gc-interval 1"),
     Extra(run="--train-sync-interval 1"),
-    Extra(run="--iterations-to-skip 2", without="post-validation"),
+    Extra(
+        run="--iterations-to-skip 2",
+        needs="pipeline-model-parallel-size 2",  # stock has no data elsewhere
+        without="post-validation",
+    ),
     Extra(run="--grad-reduce-in-bf16", needs="--bf16"),
     Extra(run="--ddp-average-in-collective", needs="distributed-opt", without="per-token"),
     Extra(
         run="--num-distributed-optimizer-instances 2",
         needs="--use-distributed-optimizer",
+        without="optimizer-cpu",
     ),
     Extra(
         run="--use-precision-aware-optimizer --optimizer-cpu-offload",
@@ -132,8 +136,11 @@ EXTRAS = (
         without=_NO_DOCUMENTS,
     ),
     # Ours.
-    Extra(ours="--pp-vocab-parallel", why=_SHARDS),
-    Extra(ours="--pp-vocab-parallel --pp-vocab-chunks 2", why=_SHARDS),
+    *(
+        # Three ranks have a vocabulary of other padding, and padding takes part in the loss.
+        Extra(model="--make-vocab-size-divisible-by 384", ours=ours, why=_SHARDS)
+        for ours in ("--pp-vocab-parallel", "--pp-vocab-parallel --pp-vocab-chunks 2")
+    ),
     Extra(
         run="--rerun-mode disabled --no-check-for-nan-in-loss-and-grad",
         ours="--pp-post-validation 0",
