@@ -7,6 +7,7 @@ search for themselves; tests of their own check that all processes find the same
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -49,16 +50,18 @@ class _Shared:
 
     def __call__(self, *request: Any) -> Any:
         kept = self._folder / hashlib.sha256(repr(request).encode()).hexdigest()
-        if kept.is_file():
+        # A run of other sources, or by another Python, may remove the folder at any time.
+        with contextlib.suppress(FileNotFoundError):
             return pickle.loads(kept.read_bytes())
         found = self._search(*request)
         own = kept.with_suffix(f".{os.getpid()}")
-        own.write_bytes(pickle.dumps(found))
-        own.replace(kept)  # at once: others read meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            own.write_bytes(pickle.dumps(found))
+            own.replace(kept)  # at once: others read meanwhile
         return found
 
     def cache_clear(self) -> None:
         """Forget what was searched so far."""
         self._search.cache_clear()
-        for file in self._folder.iterdir():
+        for file in self._folder.glob("*"):
             file.unlink(missing_ok=True)
