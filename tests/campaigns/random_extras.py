@@ -104,7 +104,7 @@ EXTRAS = (
     Extra(
         run="--num-distributed-optimizer-instances 2",
         needs="--use-distributed-optimizer",
-        without="optimizer-cpu",
+        without="optimizer-cpu|expert-model",
     ),
     Extra(
         run="--use-precision-aware-optimizer --optimizer-cpu-offload",
@@ -128,12 +128,13 @@ EXTRAS = (
             ("mla_up_proj", "--multi-latent"),
         )
     ),
-    # Documents; stages between the first and the last have no mask in stock.
+    # Documents; stages between the first and the last have no mask in stock, so that stock's
+    # interleaving trains other than its 1F1B.
     Extra(model=PACKED, needs="pipeline-model-parallel-size 2", without=_NO_DOCUMENTS),
     Extra(
         model=MASKED,
         needs="pipeline-model-parallel-size 2",
-        without=_NO_DOCUMENTS,
+        without=f"{_NO_DOCUMENTS}|--pp-schedule (interleaved|gis|po|auto)",
     ),
     # Ours.
     *(
