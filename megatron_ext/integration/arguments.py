@@ -87,6 +87,7 @@ class MegatronArgs(Protocol):
     non_persistent_save_interval: int | None
     load: str | None
     ckpt_format: str
+    ckpt_convert_format: str | None
     ckpt_step: int | None
     auto_detect_ckpt_format: bool
     dist_ckpt_optim_fully_reshardable: bool

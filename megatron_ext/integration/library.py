@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Argument -> attribute of a model's configuration, where they differ.
 _RENAMED = {"num_experts": "num_moe_experts"}
+# Megatron's FSDP, by the first part of its classes' names: from core_v0.20 on there are two.
+_FSDP = ("FullyShardedDataParallel", "MegatronFSDP")
 _COSTS = "microbatch_costs"  # the option that may be a function
 
 NAMED = Rule("a trainer of your own needs --pp-schedule", "none is given", "give e.g. 'v-half'")
@@ -213,7 +215,7 @@ class ModelArgs:
             "rank": rank,
             "pipeline_model_parallel_size": pp,
             "distributed_timeout_minutes": minutes,
-            "use_megatron_fsdp": bool(wrappers & {"FullyShardedDataParallel", "MegatronFSDP"}),
+            "use_megatron_fsdp": any(name.startswith(_FSDP) for name in wrappers),
             "use_torch_fsdp2": "TorchFullyShardedDataParallel" in wrappers,
             "seq_length": length,
             "micro_batch_size": samples,

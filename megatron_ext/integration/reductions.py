@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,11 +39,28 @@ class Reductions:
         sync: Any = self._config.grad_sync_func
         if isinstance(sync, list):
             sync = sync[chunk]
+        model = self._models[chunk]
+        megatrons = getattr(model, "start_grad_sync", None)
+        overlaps = getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False)
         # Without a function that holds them back a trainer does so itself, or wants none reduced.
-        if sync is None and len(self._models) > 1 and self._config.no_sync_func is not None:
+        held_back = self._config.no_sync_func is not None
+        if sync is None and len(self._models) > 1 and held_back and overlaps:
             # In which order parameters of several chunks get their gradients depends on the plan.
-            model = self._models[chunk]
-            if getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
-                sync = getattr(model, "start_grad_sync", None)
+            sync = megatrons
+        if sync is not None and sync == megatrons and hasattr(model, "bucket_groups"):
+            return functools.partial(_start, model)
         found: Callable[..., Any] | None = sync
         return found
+
+
+def _start(model: Any, *unused: Any) -> None:
+    """``DistributedDataParallel.start_grad_sync``, with two things that hooks of parameters keep.
+
+    Megatron reduces what has never been started by hooks at the end of an iteration, unless that
+    is on its way, which it does not know with several instances of the distributed optimizer: it
+    would be reduced twice. And where gradients are saved, all of them are reduced on every rank.
+    """
+    several = getattr(model.ddp_config, "num_distributed_optimizer_instances", 1) > 1
+    for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+        if not (several and group.is_first_batch):
+            group.start_grad_sync(force_all_reduce=model.force_all_reduce)

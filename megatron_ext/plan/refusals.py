@@ -26,6 +26,10 @@ _FSDP = (
 _COUNT = "a file has a fixed number of microbatches; use a schedule's name"
 V_PLACEMENT = "V placement"
 FILE = "a schedule file"
+_LAST_RANK = (
+    "Megatron's scripts look for the output layer on the last rank; use a schedule without V "
+    "placement, e.g. zb-h1"
+)
 
 
 class _LocalAttention(Conflict):
@@ -89,6 +93,8 @@ SCHEDULE: tuple[Conflict, ...] = (
         "schedule with one, e.g. zb-h1",
         only=V_PLACEMENT,
     ),
+    Conflict("--logits-save-dir", _LAST_RANK, only=V_PLACEMENT),
+    Conflict("--logits-load-dir", _LAST_RANK, only=V_PLACEMENT),
     _LocalAttention(
         "--reset-attention-mask",
         "with --transformer-impl local the stages between the first and the last would look "

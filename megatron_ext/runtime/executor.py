@@ -83,6 +83,9 @@ class Extension(Protocol):
     def finish(self) -> None:
         """After the last action: wait until everything has been sent and received."""
 
+    def release(self) -> None:
+        """Keep neither the executor nor its runner: the iteration is over or abandoned."""
+
 
 class Executor:
     """Runs one iteration of ``schedule`` on one pipeline rank.
@@ -155,7 +158,7 @@ class Executor:
         if until is not None:
             return
         self._finish_messages()
-        self._program = (), {}  # It refers to this object, which refers to it.
+        self._forget()
         if self.inbox or self.outbox:
             left = ", ".join(map(str, [*self.inbox, *self.outbox]))
             raise RuntimeError(f"pipeline rank {self.rank} ended with messages left over: {left}")
@@ -175,6 +178,18 @@ class Executor:
                 message.wait()
         self.inbox.clear()
         self._finish_messages()
+
+    def release(self) -> None:
+        """Keep nothing of an iteration that is abandoned: what its passes hold would wait for
+        garbage collection, which may be off, or come after a trainer has tried again."""
+        self.inbox.clear()
+        self.outbox.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._program = (), {}  # It refers to this object, which refers to it.
+        for extension in self._ends[1:]:
+            extension.release()
 
     def _finish_messages(self) -> None:
         self.watchdog.waiting("for its last messages to be taken", self._channel.sending_to)

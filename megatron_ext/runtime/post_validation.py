@@ -61,6 +61,10 @@ class StepOperations:
         """Wait until everything sent has been received."""
         self.channel.finish()
 
+    def release(self) -> None:
+        """Forget the executor, which refers to this object; see ``executor.Extension``."""
+        vars(self).pop("_executor", None)
+
     def _prefix(self, action: Action) -> None:
         executor = self._executor
         executor.watchdog.waiting("for gradient statistics of its stage")

@@ -163,7 +163,11 @@ class VocabularyPasses:
         if left:
             raise RuntimeError(f"an iteration ended with vocabulary passes left over: {left}")
         self._held.clear()
-        del self._model  # It refers to this object.
+
+    def release(self) -> None:
+        """Forget the model, which refers to this object; see ``executor.Extension``."""
+        for name in ("_model", "_batch"):
+            vars(self).pop(name, None)
 
     def embeddings(self, microbatch: int, end: int = 0) -> torch.Tensor:
         """F of the first stage, or with ``end`` 1 of the last one, for its depths: (samples,

@@ -44,6 +44,8 @@ def vee() -> Any:
         ({}, True, "--dist-ckpt-optim-fully-reshardable"),
         ({"dist_ckpt_optim_fully_reshardable": True}, True, None),
         ({"save": None}, False, None),
+        ({"save": None, "ckpt_convert_format": "torch_dist"}, True, "fully-reshardable"),
+        ({"ckpt_convert_format": "torch"}, False, None),
         ({"use_distributed_optimizer": False}, False, None),
         ({"non_persistent_ckpt_type": "local"}, False, "--non-persistent-ckpt-type local"),
     ],
@@ -61,6 +63,15 @@ def test_the_reshardable_optimizer_is_the_default(
 def test_files_by_rank_are_refused_under_v_placement(flags: dict[str, Any]) -> None:
     args = arguments(ckpt_format="torch", **flags)
     with pytest.raises(ConfigError, match="--ckpt-format torch:.*use --ckpt-format torch_dist"):
+        choose_formats(args, "v-half", True)
+    assert choose_formats(args, "zb-h1", False) is None
+
+
+def test_files_by_rank_are_not_made_of_a_v() -> None:
+    """Stages of a V under the names of Megatron's own placement."""
+    args = arguments(save=None, ckpt_convert_format="torch")
+    said = "--ckpt-convert-format torch:.*; convert without --pp-schedule"
+    with pytest.raises(ConfigError, match=said):
         choose_formats(args, "v-half", True)
     assert choose_formats(args, "zb-h1", False) is None
 

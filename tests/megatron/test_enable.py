@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.integration.features.schedule.estimate import LENGTHS
+from megatron_ext.integration.library import ModelArgs
 from megatron_ext.plan.estimate import Estimate
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import Split
@@ -274,3 +276,19 @@ def test_data_parallelism_of_pytorch_is_refused(results: Cases) -> None:
         assert "is wrapped in torch.nn.parallel.DistributedDataParallel" in refused["wrapped"]
         assert "has parameters that PyTorch has sharded" in refused["sharded"]
         assert refused["plain"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("FullyShardedDataParallel", True),
+        ("FullyShardedDataParallelV2", True),
+        ("MegatronFSDP", True),
+        ("DistributedDataParallel", False),
+    ],
+)
+def test_a_model_that_megatron_shards_is_known(name: str, known: bool) -> None:
+    """So that it is refused, as the launcher refuses --use-megatron-fsdp."""
+    model = type(name, (), {"module": SimpleNamespace()})()
+    args: Any = ModelArgs({}, [model], SimpleNamespace(), 2, 1.0, 0, 1, 1)
+    assert args.use_megatron_fsdp is known and args.use_torch_fsdp2 is False

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_ext.runtime.executor import Executor, _find_received
+from megatron_ext.runtime.trace import Recorder
+from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule import Action, Op, Placement, Schedule, generate, lower, simulate
 from megatron_ext.schedule.generators import NAMES
 from tests.support.grids import KINDS, sampled
@@ -194,3 +200,31 @@ def test_every_action_can_be_logged(pool):
     actions = ["F0.0", "SEND_F0.0", "RECV_B0.0", "BW0.0"]
     assert first == [f"[megatron_ext] rank 0 {i}/4 {a}" for i, a in enumerate(actions)]
     assert [line.split()[-1] for line in second] == ["RECV_F1.0", "F1.0", "BW1.0", "SEND_B1.0"]
+
+
+def test_an_abandoned_iteration_keeps_nothing():
+    """A trainer may catch the error, for lack of memory, and try again at once."""
+    cpu = torch.device("cpu")
+    channel = SimpleNamespace(device=cpu, posts_late=False, sending_to=list)
+    runner = SimpleNamespace(forward=lambda *_: 1 // 0)
+
+    class Extension:
+        def handlers(self, executor):
+            self.executor = executor
+            return {}
+
+        def release(self):
+            del self.executor
+
+    plan, idle = lower(generate("1f1b", 2, 1)), Watchdog("nobody", 1)
+    executor = Executor(plan, 0, runner, channel, idle, Recorder(False, cpu), Extension())
+    gc.disable()
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            executor.run()
+        executor.release()
+        alive = weakref.ref(executor)
+        del executor
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -73,14 +73,18 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
     kept = not (vee and by_rank and (args.save or loads))
     fix = "use --ckpt-format torch_dist"
     BY_RANK.require(kept, schedule=name, what="--ckpt-format torch", fix=fix)
+    converts = args.ckpt_convert_format
+    kept, what = not (vee and converts == "torch"), "--ckpt-convert-format torch"
+    fix = "convert without --pp-schedule"
+    BY_RANK.require(kept, schedule=name, what=what, fix=fix)
     # Before core_v0.18 Megatron lacks the second.
     distributed = args.use_distributed_optimizer or getattr(
         args, "use_layer_wise_distributed_optimizer", False
     )
     if (
-        not args.save
+        not (args.save or converts)
         or not distributed
-        or args.ckpt_format != "torch_dist"
+        or (converts or args.ckpt_format) != "torch_dist"
         or args.no_save_optim
         or args.dist_ckpt_optim_fully_reshardable
     ):

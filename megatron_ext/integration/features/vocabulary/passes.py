@@ -9,9 +9,10 @@ from ....runtime.collectives import collectives
 from ....runtime.edges import MessageOptions
 from ....runtime.vocabulary import Batch, VocabularyPasses
 from ....runtime.vocabulary_shards import EmbeddingShard, OutputShard, TensorRanks
+from ....schedule.schedule import Schedule
 from ...callbacks import Step
 from ...rules import Rule
-from ...runner import MegatronRunner, beneath
+from ...runner import Call, MegatronRunner, beneath
 from ...utils import unwrapped
 from .ends import FLAG, depths_of
 from .model import shard_of
@@ -27,15 +28,15 @@ def runner_of(step: Step, messages: MessageOptions, chunks: int) -> Callable[...
         messages: how the collectives' communicator is made.
         chunks: of tokens, in the cross entropy.
     """
-    passes = functools.partial(_passes, step, messages, chunks)
+    passes = functools.partial(_passes, step.call, step.plan, messages, chunks)
     return beneath(step.runner_type, VocabularyRunner, passes=passes)
 
 
 def _passes(
-    step: Step, messages: MessageOptions, chunks: int, runner: VocabularyRunner
+    call: Call, plan: Schedule, messages: MessageOptions, chunks: int, runner: VocabularyRunner
 ) -> VocabularyPasses:
     """The passes of one iteration; collective over the pipeline at the first one."""
-    iteration, shape = step.call.iteration, step.call.shape
+    iteration, shape = call.iteration, call.shape
     config, shard = iteration.config, shard_of(iteration.models)
     if shape is None:
         raise ONE_SHAPE.broken()
@@ -52,8 +53,8 @@ def _passes(
         return Batch((samples, end - begin), hidden, weight.dtype, weight.device, 1 + depths)
 
     return VocabularyPasses(
-        step.plan,
-        collectives(step.call.group, weight.device, messages),
+        plan,
+        collectives(call.group, weight.device, messages),
         EmbeddingShard(shard.embedding, first_row),
         OutputShard(weight, first_row, chunks, ranks, training, predicts=depths > 0),
         batch,
