@@ -11,9 +11,10 @@ import torch
 
 from ...hooks import hooked
 from ...targets import ATTENTION, ROTARY
+from ...utils import untraced
 from . import documents
 from .rules import INPUT_IDS
-from .state import Sliced, Slicing, untraced
+from .state import Sliced, Slicing
 
 KEYS = "keys"  # what is held of a module that attends
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
