@@ -30,6 +30,8 @@ _OTHER_SHAPES = (
     "enable_mhc_connections",
     "enable_hyper_connections",  # as Megatron's branch dev calls them
 )
+# Over how many data replicas weights are spread, which gather them for every pass.
+_WEIGHTS_IN_PARTS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 
 
 class ScheduledPipeline:
@@ -284,7 +286,8 @@ def require_pipeline(schedule: str) -> None:
 def groups_of_call(pipeline: Any, pg_collection: Any = None, config: Any = None) -> tuple[Any, ...]:
     """The groups whose ranks run one call together, so that one may wait for the others: pipeline,
     tensor, context and expert parallel. Data replicas may have other calls, unless passes wait for
-    them, too: with routers that are balanced over all, and FP8 scales that are the same on all.
+    them, too: with routers that are balanced over all, FP8 scales that are the same on all, and
+    weights of which they hold parts (GTP).
 
     Args:
         pipeline: the call's pipeline.
@@ -313,7 +316,9 @@ def _replicas_wait(config: Any) -> bool:
     """Passes of a model with this configuration wait for the same ones of its data replicas."""
     balanced = getattr(config, "moe_router_load_balancing_type", None) or ()
     delayed = getattr(config, "fp8", None) and config.fp8_recipe == "delayed"
-    return "global_aux_loss" in balanced or bool(delayed and not config.tp_only_amax_red)
+    parts = [getattr(config, name, 1) for name in _WEIGHTS_IN_PARTS]
+    scaled = bool(delayed and not config.tp_only_amax_red)
+    return "global_aux_loss" in balanced or scaled or max(parts) > 1
 
 
 def _context_parallel_size(pg_collection: Any) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from .gradients import accumulate, finish, gradient_hook, mark_added
 from .hooks import Hook
 from .saved_parameters import ReadOnce, named_as
 from .targets import LINEAR, REDUCE_SCATTER
+from .utils import untraced
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
-_untraced: Callable[[Any], Any] = torch.compiler.disable
 
 
 def linear_hook(store: WeightGradStore) -> Hook:
@@ -60,7 +59,7 @@ def _split_linear(original: Any, store: WeightGradStore) -> Any:
         # Not traced, and so not in the graph of a compiled layer: which passes run is not known
         # then. The function runs by itself, between two graphs.
         @staticmethod
-        @_untraced
+        @untraced
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             # Once: a checkpoint computes saved tensors again, and hands each out a single time.
             ctx = ReadOnce(ctx)
@@ -79,7 +78,7 @@ def _noting_scatter(original: Any, store: WeightGradStore) -> Any:
         """After a row-parallel layer; its backward gathers what such a layer needs in W."""
 
         @staticmethod
-        @_untraced
+        @untraced
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             result = original.backward(ctx, grad_output)
             if store.collecting and ctx.input_split_sizes is None and ctx.group.size() > 1:

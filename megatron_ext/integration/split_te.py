@@ -54,8 +54,11 @@ def can_split(module: torch.nn.Module) -> bool:
     names = getattr(module, "weight_names", ("weight",))
     in_parts = len(names) > 1 and not hasattr(module, "num_gemms")
     # Frozen ones too: they may be trained later.
-    return bool(_named(module, _WEIGHT)) and not (
-        two_linears or overlaps or taken or in_parts or _debugging()
+    weights = _named(module, _WEIGHT)
+    # Gathered for every pass (Megatron's GTP): backward_dw does not reduce their gradients.
+    gathered = any(getattr(weight, "is_distributed_weight", False) for weight in weights)
+    return bool(weights) and not (
+        two_linears or overlaps or taken or in_parts or gathered or _debugging()
     )
 
 

@@ -18,6 +18,9 @@ from ..runtime.watchdog import process_watchdog
 from .arguments import MegatronArgs
 from .errors import ConfigError
 
+# For what looks at the pass that runs: which one that is, is not known when a layer is compiled.
+untraced: Callable[[Any], Any] = torch.compiler.disable
+
 
 def nested(model: Any) -> Iterator[Any]:
     """What is around a model (data parallelism, mixed precision), outermost first, and itself."""

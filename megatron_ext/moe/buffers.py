@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,11 +93,10 @@ class Ring:
         """A slot is read by a copy until ``event``."""
         self._slots[purpose, number].readers.append(event)
 
-    def leave(self, purposes: Collection[str]) -> None:
-        """Give slots of ``purposes`` memory of their own next time: collectives may be using what
-        they had, and keep it until they are over."""
-        for key in [key for key in self._slots if key[0] in purposes]:
-            del self._slots[key]
+    def leave(self) -> None:
+        """Give slots other memory next time: collectives may be using what they had, and keep it
+        until they are over. Of the experts' input, too, which experts may have returned."""
+        self._slots.clear()
 
     def clear(self) -> None:
         """Release all memory; compute waits for copies that still read it."""

@@ -120,7 +120,8 @@ class Recomputation:
     computed; so here fc1 and fc2 are known. fc2 is left out: its input is all that backward needs.
     Where fc2 saves more (quantized copies, for instance), or what lies behind it, it runs.
 
-    Random number generators are not set back; no experts of Megatron use any.
+    Random number generators are not set back, and no experts of Megatron use any; where others do,
+    such as adapters with dropout, ``recording`` raises.
 
     Args:
         key: of the chunk, for errors.
@@ -141,17 +142,32 @@ class Recomputation:
         self._count = self._next_call = 0
         self._count_behind = -1  # what was counted when fc2 was left out; -1: it was not
         self._keeping = False
+        self._random: list[torch.Tensor] = []  # states of the generators
+        self._draws = False
 
     @contextlib.contextmanager
     def recording(self, slot: torch.Tensor) -> Iterator[None]:
         """For the experts' forward pass, in which ``pack`` is called; their input is in ``slot``,
-        and others restore it."""
+        and others restore it.
+
+        Raises:
+            RuntimeError: what is computed again draws random numbers; they would be others then.
+        """
         kind = slot.device.type
         dtype, on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = torch.autocast(kind, dtype, on)
+        self._random = _random_states(slot.device)
         with self._running(slot, self._call):
             yield
             self._look_behind()
+        self._note_draws(slot.device)
+        self._random = []
+        if self._draws:
+            raise RuntimeError(
+                f"{self._key}: the experts draw random numbers (dropout of an adapter?), which "
+                "would be others when they are computed again; use --moe-memory-reuse none, s1 or "
+                "s2, or no dropout there"
+            )
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The handle of a tensor that autograd saves in forward: (block, number) or ``Kept``."""
@@ -240,9 +256,12 @@ class Recomputation:
         if first and self._whole:
             return original(*args, **kwargs)
         if first:
+            device = args[0].device
+            self._note_draws(device)
             self._keeping = True
             output = original(*args, **kwargs)
             self._keeping = False
+            self._random = _random_states(device)
             y, *rest = output if isinstance(output, tuple) else (output,)
             kept = y.detach()
             self._seen[kept.untyped_storage()._cdata] = None, kept
@@ -257,6 +276,10 @@ class Recomputation:
         self._calls.append((form, rest, isinstance(output, tuple)) if unmade else None)
         self._count_behind = known if unmade else -1
         return output
+
+    def _note_draws(self, device: torch.device) -> None:
+        """What is computed again has drawn random numbers since the states were looked at."""
+        self._draws |= not all(map(torch.equal, self._random, _random_states(device)))
 
     # --- backward ---
 
@@ -294,6 +317,12 @@ class Recomputation:
             f"{self._key}: computed again, the experts saved {found}, and in forward "
             f"{len(sizes)} storages of {sizes} bytes; they must do the same twice"
         )
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """Of the default generators."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def without_memory(block: Block, tensor: torch.Tensor) -> tuple[Block, int]:

@@ -28,9 +28,6 @@ from .plan import LayerPlan, Restore, Step, Strategy
 if TYPE_CHECKING:
     from .region import Region
 
-# Slots that collectives read and write.
-_MESSAGES = ("send", "receive", "return", "returned")
-
 
 @dataclass
 class ChunkState:
@@ -171,9 +168,9 @@ class Call:
         except BaseException:
             records = [state.record for state in self.states]
             self.states = []
-            self.region.memory.ring.leave(_MESSAGES)
             for record in filter(None, records):
                 record.finish()
+            self.region.memory.ring.leave()
             raise
 
     def has_work(self, i: int) -> bool:

@@ -42,6 +42,16 @@ class _FlexConflict(Conflict):
         return super().found(args) if flex else None
 
 
+class _MoreShards(Conflict):
+    """More shards of the experts' weights than tensor-parallel ranks: they are gathered."""
+
+    def found(self, args: Any) -> str | None:
+        dense = getattr(args, "tensor_model_parallel_size", None) or 1
+        ranks = getattr(args, "expert_tensor_parallel_size", None) or dense
+        shards = getattr(args, self.attribute, None) or 1
+        return str(shards) if shards > ranks else None
+
+
 class _CapturedExperts(Conflict):
     """Transformer Engine's graphs, where they hold parts of an MoE layer."""
 
@@ -160,6 +170,11 @@ CONFLICTS = (
     Conflict("--moe-router-padding-for-quantization", _PADDED),
     Conflict("--moe-router-padding-for-fp8", _PADDED),
     Conflict("--use-megatron-fsdp", _SHARDED),
+    _MoreShards(
+        "--expert-tensor-parallel-num-weight-shards",
+        "all ranks gather the weights in every call of the experts, and have other numbers of "
+        "chunks with rows; drop it",
+    ),
     Conflict("--use-torch-fsdp2", _SHARDED),
 )
 

@@ -51,10 +51,13 @@ CONFLICTS = (
         "--window-size", "no kernel was tested that has both; drop it, or use "
         "--transformer-impl local"
     ),
+    Conflict("--enable-mhc-connections", "their streams are not cut; drop it"),
     Conflict("--enable-hyper-connections", "their streams are not cut; drop it"),
     Conflict("--hybrid-layer-pattern", "recurrent layers have no slices; drop it"),
     Conflict("--hybrid-override-pattern", "recurrent layers have no slices; drop it"),
     Conflict("--fp8-format", "its attention takes whole sequences; drop it"),
+    Conflict("--fp4-format", "every slice would be scaled by itself; drop it"),
+    Conflict("--tp-comm-overlap", "its buffers are those of whole sequences; drop it"),
     Conflict("--cuda-graph-impl", "a captured layer has one length; drop it"),
     Conflict("--enable-cuda-graph", "a captured layer has one length; drop it"),
     Conflict("--external-cuda-graph", "a captured layer has one length; drop it"),

@@ -38,7 +38,9 @@ def test_a_function_works_beside_enable(results: Cases) -> None:
 
 
 @pytest.mark.matrix  # torch.compile takes seconds
-@pytest.mark.parametrize("case", ["compiled", "compiled-slices", "compiled-router"])
+@pytest.mark.parametrize(
+    "case", ["compiled", "compiled-slices", "compiled-router", "compiled-experts"]
+)
 def test_compiled_layers_leave_weight_gradients_to_w(results: Cases, case: str) -> None:
     for rank in results[case]:
         eager, compiled = rank["steps"]

@@ -47,6 +47,9 @@ def test_shapes_are_sent_where_they_are_not_known(option: str) -> None:
         ({"fp8": "hybrid", "fp8_recipe": "delayed", "tp_only_amax_red": False}, True),
         ({"fp8": "hybrid", "fp8_recipe": "delayed", "tp_only_amax_red": True}, False),
         ({"fp8": "hybrid", "fp8_recipe": "blockwise", "tp_only_amax_red": False}, False),
+        ({"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1}, False),
+        ({"gtp_weight_remat_size": 2, "expert_gtp_weight_remat_size": 1}, True),
+        ({"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 2}, True),
     ],
 )
 def test_replicas_share_a_call_where_passes_wait_for_them(

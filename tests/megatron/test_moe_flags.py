@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -231,6 +232,18 @@ def test_what_is_in_flight_under_stocks_schedules(pp: int, chunks: int) -> None:
         assert sets == [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
 
 
+@pytest.mark.parametrize(
+    ("shards", "ranks", "gathered"),
+    [(None, 2, False), (1, None, False), (2, 2, False), (4, 2, True)],
+)
+def test_weights_in_parts(shards: int | None, ranks: int | None, gathered: bool) -> None:
+    """Validated arguments have a number of parts always."""
+    args = {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": ranks}
+    refused = pytest.raises(ConfigError, match="weight-shards 4: all ranks gather")
+    with refused if gathered else contextlib.nullcontext():
+        _check(expert_tensor_parallel_num_weight_shards=shards, **args)
+
+
 def test_a_model_without_experts() -> None:
     assert "--num-experts is not set" in refusal(num_experts=None)
 
@@ -246,7 +259,11 @@ def _wrong(rule: Conflict) -> Any:
         "--fp8-format": "e4m3",
         "--fp4-format": "e2m1",
     }
-    numbers = {"--mlp-chunks-for-training": 2, "--cpu-offloading-num-layers": 2}
+    numbers = {
+        "--mlp-chunks-for-training": 2,
+        "--cpu-offloading-num-layers": 2,
+        "--expert-tensor-parallel-num-weight-shards": 8,
+    }
     return names.get(rule.flag, numbers.get(rule.flag, True))
 
 

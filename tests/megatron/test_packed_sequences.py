@@ -92,7 +92,9 @@ def test_what_a_slice_has_of_its_documents() -> None:
 def test_transformer_engine_gets_masks_of_documents() -> None:
     """A cut document is seen from its end; the mask of whole ones is Megatron's own. Gradients of
     keys are those of the slices that attend to them."""
-    seen = []
+    from megatron.core.transformer.enums import AttnMaskType
+
+    seen, causal = [], AttnMaskType.causal
 
     def original(self: Any, q: Any, k: Any, v: Any, mask: Any, kind: Any, **given: Any) -> Any:
         seen.append((len(k), mask, kind.name, given["packed_seq_params"].cu_seqlens_kv.tolist()))
@@ -108,7 +110,7 @@ def test_transformer_engine_gets_masks_of_documents() -> None:
             forward = hook.make(original)
         begin, end = slicing.span
         part = keys[begin:end]
-        outs.append(forward(module, part, part, part, "mask", packed_seq_params=own))
+        outs.append(forward(module, part, part, part, "mask", causal, packed_seq_params=own))
     assert seen == [
         (4, None, "padding_causal", [0, 3, 4]),
         (2, None, "padding_causal", [0, 2]),

@@ -284,6 +284,56 @@ class TestCarry:
         assert seen == [(2, "mask", AttnMaskType.causal), (2, None, right), (4, None, right)]
 
 
+class TestCausal:
+    """Attention to later tokens is refused; of a slice that is all it sees, a part of it."""
+
+    def attend(self, name: str, unit: Any, kind: Any, mask: Any = None) -> tuple[Any, ...]:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        sliced, seen = Attention(), []
+        sliced.implementations = [name]
+        cuts = Cuts([lambda tokens: Cut((2, 4), Fraction(0))] * 2, 4)
+        softmax = SimpleNamespace(attn_mask_type=AttnMaskType[kind])
+
+        def original(self: Any, q: Any, k: Any, v: Any, *given: Any) -> None:
+            seen.append((*given, softmax.attn_mask_type))
+
+        (hook, *_) = declared(sliced)
+        x, module = torch.zeros(2, 1, 1, 4), SimpleNamespace(scale_mask_softmax=softmax)
+        with sliced.slicing.at(cuts, 0, unit, first=True):
+            hook.make(original)(module, x, x, x, mask, AttnMaskType[kind])
+        assert softmax.attn_mask_type is AttnMaskType[kind]
+        (found,) = seen
+        return found
+
+    def test_kinds_of_masks(self) -> None:
+        first = units_of([2])[0]
+        for kind in ("causal", "padding_causal", "causal_bottom_right"):
+            self.attend("transformer_engine", first, kind)
+        for name, kinds in (
+            ("transformer_engine", ("no_mask", "padding", "arbitrary")),
+            ("local", ("no_mask", "padding")),
+        ):
+            for kind in kinds:
+                with pytest.raises(ConfigError, match=f"causal attention, but .* is {kind}; drop"):
+                    self.attend(name, first, kind)
+
+    def test_masks(self) -> None:
+        """The fused kernel reads a mask as if it had no strides."""
+        units, causal = units_of([2, 2]), torch.ones(4, 4, dtype=torch.bool).triu(1)
+        ahead = causal.clone()
+        ahead[1, 3] = False
+        mask, _, kind = self.attend("local", units[0], "padding", causal[None, None])
+        assert mask.is_contiguous() and mask.tolist() == [[[[False, True], [False, False]]]]
+        assert kind.name == "padding"
+        mask, *_ = self.attend("local", units[1], "causal", causal[None, None])
+        assert mask.shape == (1, 1, 2, 4)
+        with pytest.raises(ConfigError, match="the mask lets slice 0/0 see later ones"):
+            self.attend("local", units[0], "causal", ahead[None, None])
+        # The host waits in the first microbatch only.
+        self.attend("local", units[2], "causal", ahead[None, None])
+
+
 def test_every_slice_gets_the_batch_of_its_microbatch() -> None:
     source = iter([{"tokens": 1}, {"mask": 2}, {"tokens": 3}, {"mask": 4}])
     batches, seen = Batches(source), []
@@ -337,8 +387,13 @@ def test_losses_that_are_not_linear_are_refused() -> None:
 
     output, loss = with_loss_function(step, _linear)(None, "model", of=mean)
     assert loss(output)[0] == 1 and drawn == ["model"]
-    with pytest.raises(ConfigError, match="is linear in .* are 0 it gives 0.606531"):
-        with_loss_function(step, _linear)(None, "model", of=ratio)
+    for wrong, said in (
+        (ratio, "are 0 it gives 0.606531"),
+        (torch.max, "in every second token it gives 1, in the others 1, and in all 1"),
+        (lambda losses: mean(losses) ** 2, "it gives 1 and 0, and for both 1" and "0.25"),
+    ):
+        with pytest.raises(ConfigError, match=f"is linear in .*{said}"):
+            with_loss_function(step, _linear)(None, "model", of=wrong)
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,10 @@ def test_flags_that_cannot_work(given: dict[str, Any], text: str) -> None:
 
 
 def test_the_script_changes_whole_matrices(cases: Cases) -> None:
-    """Before they are shared out: what it freezes and fills is frozen and filled on all ranks."""
-    assert cases["provider"]["ranks"] == [([False, True], True)] * 2
+    """Before they are shared out: what it freezes and fills is frozen and filled on all ranks. A
+    loss of its own, which wants logits, is refused."""
+    said = "--pp-vocab-parallel does not support a model with another compute_language_model_loss"
+    assert cases["provider"]["ranks"] == [([False, True], True, said)] * 2
 
 
 @pytest.mark.parametrize(

@@ -223,17 +223,19 @@ def test_what_cannot_split_is_left_alone(te: Any) -> None:
     from megatron_ext.integration import split_te as wgrad_te
 
     good = te.Linear(8, 8)
-    delayed, overlapping, parts, shell = (te.Linear(8, 8) for _ in range(4))
+    delayed, overlapping, parts, shell, gathered = (te.Linear(8, 8) for _ in range(5))
     delayed.wgrad_store = te.Store(delay=True)
     overlapping.ub_overlap_ag_dgrad = True
     parts.weight_names = ["a", "b"]
+    gathered.weight.is_distributed_weight = True
 
     class LayerNormMLP(te.Linear):
         pass
 
     owner = torch.nn.Sequential(shell)
     owner._with_fused_impl = True
-    model = torch.nn.ModuleList([good, delayed, overlapping, parts, owner, LayerNormMLP(8, 8)])
+    kinds = [good, delayed, overlapping, parts, gathered, owner, LayerNormMLP(8, 8)]
+    model = torch.nn.ModuleList(kinds)
     assert list(wgrad_te.splittable(model)) == [good]
     plain = torch.nn.Linear(8, 8)
     assert list(wgrad_te.splittable(plain)) == []

@@ -70,6 +70,12 @@ CASES: dict[str, dict[str, Any]] = {
     "compiled": {"main": "compiled", "layer": "mlp.linear_fc1"},
     "compiled-slices": {"main": "compiled", "layer": "self_attention", "slices": 3},
     "compiled-router": {"main": "compiled", "layer": "mlp.router", "slices": 3, "config": EXPERTS},
+    "compiled-experts": {
+        "main": "compiled",
+        "layer": "mlp",
+        "config": EXPERTS,
+        "moe_pipeline_chunks": 2,
+    },
     "replicas": {"main": "replicas", "world": 4},
     "unlike": {"main": "unlike", "world": 4},
 }
@@ -350,12 +356,13 @@ def beside(case: dict[str, Any]) -> Any:
 
 def compiled(case: dict[str, Any]) -> Any:
     """Steps of a model before and after its user compiles one of its layers, its attention or its
-    router where it runs in slices: what is postponed, and the gradients; and how many graphs were
-    compiled."""
+    router where it runs in slices, or its experts in chunks: what is postponed, and the gradients;
+    and how many graphs were compiled."""
     import torch._dynamo as dynamo
 
-    puts, found, slices = _counted_puts(), [], case.get("slices")
-    megatron_ext.enable("zb-h1", **({"slices": slices} if slices else {}))
+    puts, found = _counted_puts(), []
+    options = {name: case[name] for name in ("slices", "moe_pipeline_chunks") if name in case}
+    megatron_ext.enable("zb-h1", **options)
     initialize()
     models = build(config=case.get("config"))
     layer = utils.unwrapped(models[0]).decoder.layers[0].get_submodule(case["layer"])

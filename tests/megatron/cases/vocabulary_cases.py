@@ -208,7 +208,8 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
 
 def provider(case: dict[str, Any]) -> dict[str, Any]:
     """Which parts learn, of a model whose script freezes the embedding in the function that builds
-    it, and changes the output layer there."""
+    it, and changes the output layer there; and what is said where it changes the loss, there or
+    later."""
 
     def get_model(model_provider_func: Any) -> list[Any]:
         return [model_provider_func()]
@@ -221,13 +222,27 @@ def provider(case: dict[str, Any]) -> dict[str, Any]:
             model.output_layer.weight.data.fill_(3)
         return model
 
+    def with_own_loss() -> Any:
+        model = provide()
+        if model.post_process:
+            model.compute_language_model_loss = lambda labels, logits: logits.mean(-1).t()
+        return model
+
     with megatron(case, ours=True) as installation:
         (feature,) = (f for f in installation.features if isinstance(f, vocabulary.SharedOut))
         hooks = feature.script_hooks()
         (building,) = (h.make for h in hooks if h.target.places[0].endswith(":get_model"))
-        shard = vocabulary.shard_of(building(get_model)(provide))
+        with refused(ConfigError) as error:
+            building(get_model)(with_own_loss)
+        (model,) = models = building(get_model)(provide)
+        vocabulary.require_losses_of(models)
+        model.compute_language_model_loss = None
+        with refused(ConfigError) if model.post_process else contextlib.nullcontext(error):
+            vocabulary.require_losses_of(models)
+        shard = vocabulary.shard_of(models)
         learns = [p.requires_grad for p in (shard.embedding, shard.output)]
-        return {"ranks": gathered((learns, bool((shard.output == 3).all())))}
+        said = str(error[0]).partition(":")[0]
+        return {"ranks": gathered((learns, bool((shard.output == 3).all()), said))}
 
 
 def passes(case: dict[str, Any]) -> dict[str, Any]:

@@ -282,7 +282,7 @@ def test_an_error_leaves_messages_under_way_alone(
     with pytest.raises(RuntimeError, match="out of memory"):
         run(make(memory, module=module), 5, "s4")
     left = len(under_way)
-    assert left
+    assert left and not memory.ring.nbytes  # experts may return their input, as it lies in a slot
     assert equal(run(make(memory), 5, "s4"), wanted) and len(under_way) == left
 
 

@@ -37,6 +37,7 @@ from tests.ranks.moe.regions import (
     WIDTH,
     Experts,
     OneByOne,
+    Product,
     Store,
     batch,
     dense,
@@ -279,6 +280,31 @@ def test_experts_must_do_the_same_twice(make: Callable[..., Region]) -> None:
     module.forward, original = lambda x, *more: original(x * 2, *more), module.forward
     with pytest.raises(RuntimeError, match="chunk 1: computed again.*must do the same twice"):
         out.sum().backward()
+
+
+class Dropping(Product):
+    """As a linear layer whose adapter drops some of its input."""
+
+    def forward(self, x: Any, sizes: list[int]) -> Any:
+        return super().forward(torch.nn.functional.dropout(x, 0.5), sizes)
+
+
+@pytest.mark.parametrize("strategy", ["none", *RESTORING])
+@pytest.mark.parametrize("place", ["up", "down"])
+def test_random_numbers_are_not_drawn_twice(
+    make: Callable[..., Region], strategy: str, place: str
+) -> None:
+    """Other ones would give other gradients; what is kept or copied may draw them."""
+    found = []
+    for one in ("none", strategy):
+        module = Experts()
+        getattr(module, place).__class__ = Dropping
+        torch.manual_seed(0)
+        again = one in ("s3", "s4") or (one, place) == ("s0", "down")
+        refused = pytest.raises(RuntimeError, match="chunk 0: the experts draw random numbers")
+        with refused if again else contextlib.nullcontext():
+            found.append(run(make(module=module), 3, one))
+    assert len(found) == 1 or equal(*found)
 
 
 def test_nothing_is_kept_without_gradients(make: Callable[..., Region]) -> None:

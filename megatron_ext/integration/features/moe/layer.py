@@ -24,6 +24,7 @@ from ... import saved_parameters
 from ...callbacks import Callback
 from ...hooks import Hook, hooked
 from ...targets import MOE_FORWARD, MOE_INIT, STEPS
+from ...utils import untraced
 from .experts import ExpertGradients, FlexRegion, Region, checkpoint, region_of
 from .flags import require_supported
 
@@ -196,6 +197,16 @@ class PipelinedMoE(Callback):
     ) -> Any:
         if intermediate_tensors is not None or _needs_stock(layer):
             return original(layer, hidden_states, intermediate_tensors, padding_mask)
+        return self._train(original, layer, hidden_states, padding_mask)
+
+    @untraced
+    def _train(
+        self,
+        original: Callable[..., Any],
+        layer: Any,
+        hidden_states: torch.Tensor,
+        padding_mask: torch.Tensor | None,
+    ) -> Any:
         region = functools.partial(self._region, layer, hidden_states.device)
         execution = self._policy.begin(layer, hidden_states, region)
         if execution.changed and self.memory is not None:

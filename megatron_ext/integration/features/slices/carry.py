@@ -11,12 +11,14 @@ import torch
 
 from ...hooks import hooked
 from ...targets import ATTENTION, ROTARY
+from ...utils import untraced
 from . import documents
-from .rules import INPUT_IDS
-from .state import Sliced, Slicing, untraced
+from .rules import CAUSAL, INPUT_IDS
+from .state import Sliced, Slicing
 
 KEYS = "keys"  # what is held of a module that attends
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_CAUSAL = ("causal", "causal_bottom_right", "padding_causal")
 
 
 class _OfDocuments(enum.Enum):
@@ -94,6 +96,13 @@ def attended(slicing: Slicing, module: Any, keys: Any, values: Any) -> tuple[Any
     return found
 
 
+def _require_causal(kind: Any) -> None:
+    """Raises:
+    ConfigError: tokens attend to later ones, by the kind of a layer's mask.
+    """
+    CAUSAL.require(kind.name in _CAUSAL, found=f"the mask of a layer is {kind.name}")
+
+
 @contextlib.contextmanager
 def _local(
     slicing: Slicing, module: Any, device: Any, mask: Any, kind: Any
@@ -104,14 +113,20 @@ def _local(
     if slicing.documents:
         yield mask, kind  # by their lengths
         return
+    softmax = module.scale_mask_softmax
+    before = softmax.attn_mask_type
     if mask is None:
+        _require_causal(before)
         mask = torch.ones(end - begin, end, dtype=torch.bool, device=device)
         mask = mask.triu(begin + 1)[None, None]
     else:
-        mask = mask[..., begin:end, :end]
-    softmax = module.scale_mask_softmax
+        if slicing.first and not slicing.unit.microbatch:  # the host waits for it
+            causal = bool(mask[..., begin:end, end:].all())
+            CAUSAL.require(causal, found=f"the mask lets slice {slicing.unit} see later ones")
+        # The fused kernel takes a pointer, without strides.
+        mask = mask[..., begin:end, :end].contiguous()
     # Its causal kernel takes as many keys as queries; this kind takes the mask.
-    before, softmax.attn_mask_type = softmax.attn_mask_type, AttnMaskType.padding
+    softmax.attn_mask_type = AttnMaskType.padding
     try:
         yield mask, kind
     finally:
@@ -119,9 +134,12 @@ def _local(
 
 
 @contextlib.contextmanager
-def _transformer_engine(slicing: Slicing, *_: Any) -> Iterator[tuple[Any, Any]]:
+def _transformer_engine(
+    slicing: Slicing, module: Any, device: Any, mask: Any, kind: Any
+) -> Iterator[tuple[Any, Any]]:
     from megatron.core.transformer.enums import AttnMaskType
 
+    _require_causal(kind)
     if not slicing.documents:
         yield None, AttnMaskType.causal_bottom_right
     else:  # Where no document is cut, what Megatron takes for whole ones.

@@ -23,7 +23,8 @@ import torch
 
 from ...hooks import hooked
 from ...targets import BALANCING_LOG, BALANCING_LOSS, ROUTER_LOSSES, ROUTING, Z_LOSS
-from .state import Sliced, untraced
+from ...utils import untraced
+from .state import Sliced
 
 
 class Balance:

@@ -28,6 +28,7 @@ LENGTHS = Rule(
     "lengths differ between microbatches",
     f"add it, or give {FLAG}",
 )
+CAUSAL = Rule(f"{FLAG} needs causal attention", "{found}", f"drop {FLAG}")
 LABELS = Rule(
     f"{FLAG} needs labels, whose losses slices add",
     "the model was called without",
@@ -61,7 +62,7 @@ ROLLED = Rule(
 )
 LINEAR = Rule(
     f"{FLAG} needs a loss function that is linear in the losses of tokens",
-    "where all of them are 0 it gives {loss}",
+    "{found}",
     f"drop {FLAG}",
 )
 SUMS = Rule(
@@ -81,5 +82,5 @@ NAMED = Rule(
 )
 RULES = (
     *(OF_FILE, W_OF_FILE, SIZES, PREDICTION, LENGTHS, LABELS, PADDING, ONE_ROW, THD, NO_GAPS),
-    *(INPUT_IDS, ROLLED, LINEAR, SUMS, CORE, NAMED),
+    *(INPUT_IDS, ROLLED, LINEAR, SUMS, CAUSAL, CORE, NAMED),
 )

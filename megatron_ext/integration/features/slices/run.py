@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from ...runner import MegatronRunner, with_loss_function
 from ...utils import unwrapped
 from . import carry, rules
 from .state import Cuts, Slicing
+
+_ROUNDING = 0.02  # of a sum of losses of 1, in bfloat16
 
 
 def require_nothing_left(slicing: Slicing, rank: int) -> None:
@@ -170,16 +173,25 @@ class SliceRunner(MegatronRunner):
 
 def _linear(output: torch.Tensor, loss_function: Callable[..., Any]) -> Callable[..., Any]:
     """A trainer's loss function, which must give 0 for losses of 0, which all tokens outside of a
-    slice have.
+    slice have, and for a whole sequence the sum of what it gives for its parts.
 
     Raises:
         ConfigError: it does not, so that sums over slices would be another loss.
     """
+    ones = torch.ones_like(output)
+    half = ones.clone()
+    half[..., ::2] = 0  # alternating, since masks may leave out a whole part
     with torch.no_grad():
-        (loss, *_, none), (*_, some) = (
-            loss_function(torch.full_like(output, value)) for value in (0, 1)
+        (loss, *_, none), (whole, *_, some), *parts = (
+            loss_function(losses.clone()) for losses in (0 * ones, ones, half, ones - half)
         )
-    rules.LINEAR.require(not bool(loss != 0), loss=f"{float(loss):g}")
+    zero = f"where all of them are 0 it gives {float(loss):g}"
+    rules.LINEAR.require(not bool(loss != 0), found=zero)
+    halves, whole = [float(part) for part, *_ in parts], float(whole)
+    found = "for 1 in every second token it gives {:g}, in the others {:g}, and in all {:g}"
+    rules.LINEAR.require(
+        math.isclose(sum(halves), whole, rel_tol=_ROUNDING), found=found.format(*halves, whole)
+    )
     _require_sums(none, some)
     return loss_function
 

@@ -14,9 +14,6 @@ from ....schedule.units import Unit
 
 T = TypeVar("T")
 
-# For hooks that look at the slice: which one runs is not known when a layer is compiled.
-untraced: Callable[[Any], Any] = torch.compiler.disable
-
 
 class Cuts:
     """Where the microbatches of one iteration are cut.

@@ -15,7 +15,7 @@ from ...layout import require_prediction_last
 from ...model_classes import NO_TEXT
 from ...utils import LastModels
 from .ends import FLAG, HOOKED, require_no_hooks
-from .model import RULES, SharedOut, require_divisible
+from .model import RULES, SharedOut, require_divisible, require_losses_of
 from .passes import ONE_SHAPE, runner_of
 
 _CHUNKS = "--pp-vocab-chunks"
@@ -91,6 +91,7 @@ class VocabularyParallel(SharedOut, Feature):
             require_gradient_hooks(models)
             self._checked.set(models)
         require_no_hooks(models)  # in every step: they cost microseconds, and hooks may come late
+        require_losses_of(models)
         step.runner_type = runner_of(step, self._messages, self._chunks)
 
     def close(self) -> None:

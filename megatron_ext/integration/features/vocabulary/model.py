@@ -28,7 +28,7 @@ from ...hooks import Hook, bound, hooked
 from ...rules import Rule
 from ...targets import GPT_INIT, HYBRID_INIT
 from ...utils import unwrapped
-from .ends import FLAG, Ends, HiddenStates, SharedEmbedding, losses_of, with_hooks_of
+from .ends import FLAG, Ends, HiddenStates, SharedEmbedding, hidden_of, losses_of, with_hooks_of
 
 _LOADED = "a model without shards would be loaded before it is refused"
 _SHARD = "vocabulary"  # the shard's name in a rank's first chunk
@@ -52,8 +52,13 @@ ALL_FROZEN = Rule(
     "layer, embedding for multi-token prediction)",
     "freeze all of them or none",
 )
+OWN_LOSS = Rule(
+    f"{FLAG} does not support a model with another compute_language_model_loss",
+    "no rank has logits, so that losses are Megatron's cross entropy",
+    "leave the method as it is, or drop it",
+)
 GPT_MODEL = Rule(f"{FLAG} is for megatron.core's GPTModel", "this model is a {model}", "drop it")
-RULES = (EQUAL_PARTS, NO_HOOKS, ALL_FROZEN, GPT_MODEL)
+RULES = (EQUAL_PARTS, NO_HOOKS, ALL_FROZEN, OWN_LOSS, GPT_MODEL)
 
 
 class VocabularyShard(torch.nn.Module):
@@ -193,21 +198,25 @@ class _Pipeline:
         dist.scatter(rows, parts, src=sender, group=self.group)
         return rows
 
-    def frozen(self, matrices: Sequence[Sequence[Parameter]], device: torch.device) -> list[bool]:
+    def frozen(
+        self, matrices: Sequence[Sequence[Parameter]], device: torch.device, own_loss: bool
+    ) -> list[bool]:
         """Which matrices the script has frozen on all ranks that have a copy.
 
         Args:
             matrices: the copies that this rank has of embedding and output layer.
+            own_loss: the last stage is here, and the script has given it another loss.
 
         Raises:
-            ConfigError: of one matrix some copies are frozen, or one has hooks.
+            ConfigError: of one matrix some copies are frozen, or one has hooks; or such a loss.
         """
         counts = [n for m in matrices for n in (sum(not p.requires_grad for p in m), len(m))]
         hooks = sum(bool(foreign_hooks(p)) for m in matrices for p in m)
-        found = torch.tensor([*counts, hooks], device=device)
+        found = torch.tensor([*counts, hooks, own_loss], device=device)
         dist.all_reduce(found, group=self.group)
-        *counted, hooked = found.tolist()
+        *counted, hooked, replaced = found.tolist()
         NO_HOOKS.require(not hooked)
+        OWN_LOSS.require(not replaced)
         for frozen, copies in (counted[:2], counted[2:]):
             ALL_FROZEN.require(frozen in (0, copies), frozen=frozen, copies=copies)
         return [counted[0] > 0, counted[2] > 0]
@@ -286,7 +295,7 @@ def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -
     copies = [[one.word_embeddings.weight for one in ends], []]
     if layer is not None:
         copies[not tied].append(layer.weight)
-    frozen = place.frozen(copies, device)
+    frozen = place.frozen(copies, device, layer is not None and _has_own_loss(last))
     embedding = place.scatter(None if words is None else words.weight, 0, like)
     output = None
     if not tied:
@@ -302,6 +311,24 @@ def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -
         last.output_layer = with_hooks_of(layer, HiddenStates())  # the first step refuses them
         last.compute_language_model_loss = losses_of
         last.fuse_linear_cross_entropy = False  # 0.16.0 fuses it into the output layer
+
+
+def _has_own_loss(model: Any) -> bool:
+    """True if a subclass, or the script, has another loss than Megatron's."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    found = getattr(model.compute_language_model_loss, "__func__", None)
+    return found is not LanguageModule.compute_language_model_loss
+
+
+def require_losses_of(models: Sequence[Any]) -> None:
+    """The script has not given the last stage another loss since it was built.
+
+    Raises:
+        ConfigError: it has; that would take losses for logits.
+    """
+    if hidden_of(models) is not None:
+        OWN_LOSS.require(unwrapped(models[-1]).compute_language_model_loss is losses_of)
 
 
 def _parameter(rows: Tensor, frozen: bool) -> Parameter:
