@@ -110,6 +110,30 @@ class _Unmade(torch.autograd.Function):
         raise AssertionError("never differentiated")
 
 
+class _Draws:
+    """Sees whether random numbers are drawn from the default generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._any = device, False
+        self._states = self._now()
+
+    def found(self) -> bool:
+        """Whether any were, but for ``allowed`` ones."""
+        self._any |= not all(map(torch.equal, self._states, self._now()))
+        return self._any
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """What is drawn here does not count."""
+        self.found()
+        yield
+        self._states = self._now()
+
+    def _now(self) -> list[torch.Tensor]:
+        states, on_device = [torch.get_rng_state()], self._device.type == "cuda"
+        return [*states, torch.cuda.get_rng_state(self._device)] if on_device else states
+
+
 class Recomputation:
     """What autograd saved inside one chunk's experts, dropped in forward and computed again.
 
@@ -142,8 +166,6 @@ class Recomputation:
         self._count = self._next_call = 0
         self._count_behind = -1  # what was counted when fc2 was left out; -1: it was not
         self._keeping = False
-        self._random: list[torch.Tensor] = []  # states of the generators
-        self._draws = False
 
     @contextlib.contextmanager
     def recording(self, slot: torch.Tensor) -> Iterator[None]:
@@ -156,13 +178,11 @@ class Recomputation:
         kind = slot.device.type
         dtype, on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = torch.autocast(kind, dtype, on)
-        self._random = _random_states(slot.device)
-        with self._running(slot, self._call):
+        draws = _Draws(slot.device)
+        with self._running(slot, functools.partial(self._call, draws)):
             yield
             self._look_behind()
-        self._note_draws(slot.device)
-        self._random = []
-        if self._draws:
+        if draws.found():
             raise RuntimeError(
                 f"{self._key}: the experts draw random numbers (dropout of an adapter?), which "
                 "would be others when they are computed again; use --moe-memory-reuse none, s1 or "
@@ -251,17 +271,17 @@ class Recomputation:
             self._calls[-1] = None
         self._count_behind = -1
 
-    def _call(self, first: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, draws: _Draws, first: bool, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         self._look_behind()
         if first and self._whole:
             return original(*args, **kwargs)
         if first:
-            device = args[0].device
-            self._note_draws(device)
             self._keeping = True
-            output = original(*args, **kwargs)
+            with draws.allowed():
+                output = original(*args, **kwargs)
             self._keeping = False
-            self._random = _random_states(device)
             y, *rest = output if isinstance(output, tuple) else (output,)
             kept = y.detach()
             self._seen[kept.untyped_storage()._cdata] = None, kept
@@ -276,10 +296,6 @@ class Recomputation:
         self._calls.append((form, rest, isinstance(output, tuple)) if unmade else None)
         self._count_behind = known if unmade else -1
         return output
-
-    def _note_draws(self, device: torch.device) -> None:
-        """What is computed again has drawn random numbers since the states were looked at."""
-        self._draws |= not all(map(torch.equal, self._random, _random_states(device)))
 
     # --- backward ---
 
@@ -317,12 +333,6 @@ class Recomputation:
             f"{self._key}: computed again, the experts saved {found}, and in forward "
             f"{len(sizes)} storages of {sizes} bytes; they must do the same twice"
         )
-
-
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    """Of the default generators."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def without_memory(block: Block, tensor: torch.Tensor) -> tuple[Block, int]:
