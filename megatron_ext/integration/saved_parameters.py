@@ -14,6 +14,7 @@ import torch
 
 from .hooks import Hook
 from .targets import LINEAR, TE_FUNCTIONS
+from .utils import untraced
 
 _KEEPS = "_megatron_ext_keeps_parameters"  # attribute of functions that see parameters
 
@@ -41,6 +42,7 @@ def with_parameters(original: Any) -> Any:
         """The function as it was, but for parameters."""
 
         @staticmethod
+        @untraced
         def backward(ctx: Any, *grads: Any) -> Any:
             _add_in_every_call(ctx)
             return original.backward(ReadOnce(ctx), *grads)

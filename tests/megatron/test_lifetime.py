@@ -39,12 +39,14 @@ def test_a_function_works_beside_enable(results: Cases) -> None:
 
 @pytest.mark.matrix  # torch.compile takes seconds
 @pytest.mark.parametrize(
-    "case", ["compiled", "compiled-slices", "compiled-router", "compiled-experts"]
+    "case",
+    ["compiled", "compiled-slices", "compiled-router", "compiled-experts", "compiled-offload"],
 )
 def test_compiled_layers_leave_weight_gradients_to_w(results: Cases, case: str) -> None:
     for rank in results[case]:
         eager, compiled = rank["steps"]
-        assert eager == compiled and eager[0] > 0 and rank["graphs"] > 0
+        assert eager == compiled and rank["graphs"] > 0
+        assert (eager[0] > 0) == (case != "compiled-offload")  # without W nothing is postponed
 
 
 def test_replicas_with_other_counts_do_not_wait_for_each_other(results: Cases) -> None:

@@ -76,6 +76,13 @@ CASES: dict[str, dict[str, Any]] = {
         "config": EXPERTS,
         "moe_pipeline_chunks": 2,
     },
+    "compiled-offload": {
+        "main": "compiled",
+        "layer": "mlp.linear_fc1",
+        "schedule": "1f1b",
+        "offload": "full",
+        "offload_time": "0.1",
+    },
     "replicas": {"main": "replicas", "world": 4},
     "unlike": {"main": "unlike", "world": 4},
 }
@@ -356,13 +363,14 @@ def beside(case: dict[str, Any]) -> Any:
 
 def compiled(case: dict[str, Any]) -> Any:
     """Steps of a model before and after its user compiles one of its layers, its attention or its
-    router where it runs in slices, or its experts in chunks: what is postponed, and the gradients;
-    and how many graphs were compiled."""
+    router where it runs in slices, its experts in chunks, or a layer whose tensors are offloaded:
+    what is postponed, and the gradients; and how many graphs were compiled."""
     import torch._dynamo as dynamo
 
     puts, found = _counted_puts(), []
-    options = {name: case[name] for name in ("slices", "moe_pipeline_chunks") if name in case}
-    megatron_ext.enable("zb-h1", **options)
+    names = ("slices", "moe_pipeline_chunks", "offload", "offload_time")
+    options = {name: case[name] for name in names if name in case}
+    megatron_ext.enable(case.get("schedule", "zb-h1"), **options)
     initialize()
     models = build(config=case.get("config"))
     layer = utils.unwrapped(models[0]).decoder.layers[0].get_submodule(case["layer"])
