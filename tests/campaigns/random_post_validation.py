@@ -54,7 +54,7 @@ SETTINGS = {
     {MOE.replace("--expert-model-parallel-size 2 ", "").replace("type aux", "type global_aux")}
     --transformer-impl local""",
     "experts, chained optimizers": f"{PP2} --bf16 {MOE} {EXACT} --pp-schedule v-half",
-    "experts, overlaps": f"{PP2} --bf16 {MOE} {OVERLAP} {EXACT} --pp-schedule v-zb",
+    "experts, overlaps": f"{PP2} --bf16 {MOE} {OVERLAP} {EXACT} --pp-schedule v-zb --num-layers 4",
     "bf16, overlaps, dropout": f"{PP2} --bf16 {OVERLAP} {DROPOUT} --pp-schedule interleaved "
     "--num-virtual-stages-per-pipeline-rank 2",
     "fp16, plain, dropout": f"{PP4} {FP16} {DROPOUT} --pp-schedule 1f1b",

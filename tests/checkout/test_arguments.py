@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 
 from megatron_ext.integration.arguments import MegatronArgs
 from megatron_ext.releases import TAGS
+from tests.support import warm
 from tests.support.checkouts import environment, python_path, version
 from tests.support.waiting import PATIENCE
 
@@ -38,7 +38,7 @@ print(json.dumps([action.dest for action in parser._actions]))
 def test_every_version_has_them(tag: str) -> None:
     env = {**environment(), "PYTHONPATH": python_path(tag)}
     done = subprocess.run(
-        [sys.executable, "-c", NAMES], env=env, capture_output=True, text=True, timeout=PATIENCE
+        [warm.python(tag), "-c", NAMES], env=env, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     names = set(json.loads(done.stdout.splitlines()[-1]))

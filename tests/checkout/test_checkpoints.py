@@ -84,6 +84,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
 
 
 @pytest.fixture(scope="module")
+def few_layers(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
+    """One a stage of a V, two microbatches a rank of it."""
+    words = "--num-layers", "4", "--global-batch-size", "4"
+    return Runs(serve(MAIN_TAG), tmp_path_factory.mktemp("few"), "", *words)
+
+
+@pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
     model = ["--hybrid-layer-pattern", "M*-MM*-M", "--spec", "tests.support.hybrid_spec", "SPEC"]
     folder = tmp_path_factory.mktemp("hybrid")
@@ -147,9 +154,8 @@ def assert_equal(mine: Path, theirs: Path, also_common: bool = True) -> None:
         assert common(mine) == common(theirs)
 
 
-def tour(runs: Runs, legs: tuple[tuple[list[str], int], ...]) -> None:
+def tour(runs: Runs, legs: tuple[tuple[list[str], int], ...], steps: int = 2) -> None:
     """Each leg's losses and checkpoint are those of stock that is never interrupted."""
-    steps = 2
     every = [*DISTRIBUTED, "--train-iters", str(steps * len(legs)), "--save-interval", str(steps)]
     wanted = runs.good("stock", legs[0][1], *every, *RESHARDABLE)
     stock = runs.checkpoints("stock")
@@ -163,9 +169,9 @@ def tour(runs: Runs, legs: tuple[tuple[list[str], int], ...]) -> None:
         previous = ["--load", str(mine)]
 
 
-def test_tour(runs: Runs) -> None:
+def test_tour(few_layers: Runs) -> None:
     """The optimizer's shards go into V-ZB in ``test_optimizer_in_shards``; by night here too."""
-    tour(runs, (*TOUR[:2], TOUR[4]))
+    tour(few_layers, (*TOUR[:2], TOUR[4]), 1)
 
 
 @pytest.mark.matrix
@@ -187,15 +193,15 @@ def test_tour_of_a_hybrid_model(hybrid: Runs) -> None:
     tour(hybrid, (([], 2), (vee, 2), (looped, 2), (["--pp-schedule", "v-zb"], 4), (RESHARDABLE, 1)))
 
 
-def test_optimizer_in_shards(runs: Runs) -> None:
+def test_optimizer_in_shards(few_layers: Runs) -> None:
     """With two data-parallel ranks, each of which holds half of every bucket's state."""
     flags = [*DISTRIBUTED, "--exit-interval", "2"]
-    runs.good("dp0", 1, *flags, *RESHARDABLE, world=2)
-    load = ["--load", str(runs.checkpoints("dp0"))]
-    wanted = runs.good("dp-stock", 1, *flags, *RESHARDABLE, *load, world=2)
-    found = runs.good("dp-v", 2, *flags, "--pp-schedule", "v-zb", *load, world=4)
+    few_layers.good("dp0", 1, *flags, *RESHARDABLE, world=2)
+    load = ["--load", str(few_layers.checkpoints("dp0"))]
+    wanted = few_layers.good("dp-stock", 1, *flags, *RESHARDABLE, *load, world=2)
+    found = few_layers.good("dp-v", 2, *flags, "--pp-schedule", "v-zb", *load, world=4)
     assert found == wanted
-    mine, theirs = runs.checkpoints("dp-v"), runs.checkpoints("dp-stock")
+    mine, theirs = few_layers.checkpoints("dp-v"), few_layers.checkpoints("dp-stock")
     assert_equal(saved(mine, 4), saved(theirs, 4))
 
 
@@ -271,16 +277,18 @@ def test_loaded_and_saved_again(runs: Runs, model: list[str], ranks: int, reques
     ],
     ids=["untied", "tied", "mtp"],
 )
-def test_vocabulary_on_all_ranks(runs: Runs, model: list[str], schedule: str, request: Any) -> None:
+def test_vocabulary_on_all_ranks(
+    few_layers: Runs, model: list[str], schedule: str, request: Any
+) -> None:
     """Into parts of the vocabulary on all ranks, and out again."""
     names = [f"{request.node.callspec.id}-{x}" for x in ("whole", "parts", "again")]
     base = [*DISTRIBUTED, "--train-iters", "2", *model]
-    runs.good(names[0], 2, *base, *RESHARDABLE)
+    few_layers.good(names[0], 2, *base, *RESHARDABLE)
     ours = ["--pp-schedule", schedule, "--pp-vocab-parallel"]
     for flags, before, name in zip((ours, RESHARDABLE), names, names[1:]):
-        load = ["--load", str(runs.checkpoints(before))]
-        assert runs.good(name, 2, *base, *flags, *load) == []
-    whole, parts, again = (saved(runs.checkpoints(name), 2) for name in names)
+        load = ["--load", str(few_layers.checkpoints(before))]
+        assert few_layers.good(name, 2, *base, *flags, *load) == []
+    whole, parts, again = (saved(few_layers.checkpoints(name), 2) for name in names)
     assert_equal(parts, whole)
     assert_equal(again, whole)
 

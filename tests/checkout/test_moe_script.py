@@ -41,22 +41,27 @@ Losses = tuple[list[tuple[str, str]], list[str]]
 def start(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Callable[..., Outcome]:
     folder, count = tmp_path_factory.mktemp("runs"), itertools.count()
     server = serve(MAIN_TAG)
-    return lambda *flags: server.run([*MODEL.split(), *flags], 4, folder / str(next(count)))
+
+    def run(*flags: str, ranks: int = 4) -> Outcome:
+        return server.run([*MODEL.split(), *flags], ranks, folder / str(next(count)))
+
+    return run
 
 
 @pytest.fixture(scope="module")
 def train(start: Callable[..., Outcome]) -> Callable[..., Losses]:
-    """Trains on four ranks; losses of training and evaluation as Megatron logs them."""
-    known: dict[tuple[str, ...], Losses] = {}
+    """Trains; losses of training and evaluation as Megatron logs them."""
+    known: dict[tuple[int, tuple[str, ...]], Losses] = {}
 
-    def run(*flags: str) -> Losses:
-        if flags not in known:
-            outcome = start(*flags)
+    def run(*flags: str, ranks: int = 4) -> Losses:
+        key = ranks, flags
+        if key not in known:
+            outcome = start(*flags, ranks=ranks)
             assert outcome.status == "ok", outcome.report
-            log = outcome.log(3).replace("\n", " ")
-            known[flags] = TRAINING.findall(log), EVALUATION.findall(log)
-            assert len(known[flags][0]) == 3 and known[flags][1]
-        return known[flags]
+            log = outcome.log(ranks - 1).replace("\n", " ")
+            known[key] = TRAINING.findall(log), EVALUATION.findall(log)
+            assert len(known[key][0]) == 3 and known[key][1]
+        return known[key]
 
     return run
 
@@ -75,8 +80,10 @@ def test_one_chunk_is_stock(train: Callable[..., Losses]) -> None:
 
 def test_chunks_train_as_stock(train: Callable[..., Losses]) -> None:
     """Weight gradients are one product over all chunks' rows, or sums over chunks."""
-    _close(train("--moe-pipeline-chunks", "4"), train())
-    _close(train("--moe-pipeline-chunks", "4", "--moe-memory-reuse", "s1"), train())
+    few = "--num-layers", "2", "--global-batch-size", "4"
+    stock, chunks = train(*few, ranks=2), (*few, "--moe-pipeline-chunks", "4")
+    _close(train(*chunks, ranks=2), stock)
+    _close(train(*chunks, "--moe-memory-reuse", "s1", ranks=2), stock)
 
 
 @pytest.mark.matrix
@@ -98,12 +105,13 @@ def test_what_auto_chooses_trains_as_stock(
     start: Callable[..., Outcome], train: Callable[..., Losses]
 ) -> None:
     """A budget below what stock keeps, under a schedule of ours; the log says what was tried."""
-    flags = (*PP, "--pp-schedule", "zb-h1", "--moe-pipeline-chunks", "auto")
+    few = (*PP, "--global-batch-size", "4")
+    flags = (*few, "--pp-schedule", "zb-h1", "--moe-pipeline-chunks", "auto")
     flags += ("--moe-memory-reuse", "auto", "--moe-memory-budget", "32KB")
     outcome = start(*flags)
     assert outcome.status == "ok", outcome.report
     log = outcome.log(3).replace("\n", " ")
-    _close((TRAINING.findall(log), EVALUATION.findall(log)), train(*PP))
+    _close((TRAINING.findall(log), EVALUATION.findall(log)), train(*few))
     for rank, stage in ((0, 0), (2, 1)):
         said = [line for line in outcome.log(rank).splitlines() if "MoE layers of hidden" in line]
         costs = [cost_file.parse(line[line.index("{") :]) for line in said if "{" in line]
@@ -112,7 +120,7 @@ def test_what_auto_chooses_trains_as_stock(
         assert costs and costs[-1].times  # what --moe-pipeline-costs takes
         assert re.search(r"trying at most \d+ plans, a step each; decided", tried[0]), stage
         calls = sum(int(CALLS.search(line)[1]) for line in summary)  # type: ignore[index]
-        assert calls == 3 * 4 * 2  # steps, microbatches, layers
+        assert calls == 3 * 2 * 2  # steps, microbatches, layers
         assert all(re.search(r", s[0-4], ", line) for line in summary)
         assert all("bytes predicted" in line for line in summary)
         assert " ms" in " ".join(summary)
@@ -157,7 +165,7 @@ def test_deepseek_in_chunks(tag: str, serve: Serve, tmp_path: Path) -> None:
 
 def test_a_budget_that_nothing_keeps_ends_before_training(start: Callable[..., Outcome]) -> None:
     flags = ("--moe-pipeline-chunks", "auto", "--moe-memory-reuse", "auto")
-    outcome = start(*flags, "--moe-memory-budget", "1KiB")
+    outcome = start(*flags, "--moe-memory-budget", "1KiB", ranks=2)
     assert outcome.status == "failed"
     assert "a budget of 1024 bytes" in outcome.log(0) and "the least is" in outcome.log(0)
     assert "iteration" not in outcome.log(0).split("end of arguments")[1]
@@ -194,7 +202,7 @@ def test_too_little_host_memory_ends_before_training(
 
 def test_conflicts_end_before_training(start: Callable[..., Outcome]) -> None:
     flags = ("--moe-pipeline-chunks", "2", "--moe-pad-expert-input-to-capacity")
-    outcome = start(*flags, "--moe-expert-capacity-factor", "1.0")
+    outcome = start(*flags, "--moe-expert-capacity-factor", "1.0", ranks=2)
     assert outcome.status == "failed"
     said = [line for line in outcome.log(0).splitlines() if "--moe-pad-expert" in line]
     assert len(said) == 1 and "--moe-pipeline-chunks 2 does not support" in said[0]

@@ -257,6 +257,8 @@ def served(serve: Serve, folder: Path, *flags: str, ranks: int) -> tuple[list[An
 
 @pytest.mark.timeout(700)
 class TestTraining:
+    # By default the patched parser installs the same hooks (test_doors_of_a_patched_checkout).
+    @pytest.mark.matrix
     def test_patched_script_is_the_launchers_run(
         self, serve: Serve, patched: Any, tmp_path: Path
     ) -> None:

@@ -100,8 +100,8 @@ def weights(train: Callable[..., Log], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def stock(train: Callable[..., Log], weights: list[str]) -> Log:
-    """Stock 1F1B from these weights, PP 4."""
-    found = train(*weights, "--pipeline-model-parallel-size", "4")
+    """Stock from these weights, in one process, which has the losses of stock's pipelines."""
+    found = train(*weights, ranks=1)
     assert len(found["training"]) == 3
     assert len(found["evaluation"]) >= 2
     return found

@@ -15,7 +15,7 @@ from megatron_ext.prove.server import ScriptServer
 from megatron_ext.prove.shrink import Shrinker
 from megatron_ext.prove.sources import from_text
 from megatron_ext.prove.tensors import read
-from tests.support import forgetful
+from tests.support import forgetful, warm
 from tests.support.checkouts import MAIN_TAG, environment, existing, version
 
 MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
@@ -75,7 +75,8 @@ def test_all_weights_an_evaluation_and_what_a_resumption_loses(tag, tmp_path, mo
     # Stock loads no checkpoint of this optimizer.
     adam = small.stock.copy()
     adam.drop("--optimizer", "--sgd-momentum")
-    with ScriptServer(existing(tag) / "pretrain_gpt.py", double=True) as server:
+    script = existing(tag) / "pretrain_gpt.py"
+    with ScriptServer(script, warm.python(""), double=True) as server:
         run = session.Session(server, small, tmp_path)
         made = run.check("layout", small.stock)
         assert made.status == "equal", made

@@ -22,7 +22,7 @@ DENSE = Feature("gelu, dropout", run="--hidden-dropout 0.1 --attention-dropout 0
 LLAMA = Feature("swiglu", model="--swiglu --normalization RMSNorm --disable-bias-linear --bf16")
 EXPERTS = Feature(
     "experts",
-    model=MOE + " --swiglu --moe-shared-expert-intermediate-size 32 --bf16",
+    model=MOE + " --swiglu --moe-shared-expert-intermediate-size 32 --bf16 --num-layers 4",
     run="--expert-model-parallel-size 2 " + OVERLAP,
     pp=2,
 )
@@ -65,7 +65,8 @@ def test_refused_before_training(server: ScriptServer, tmp_path: Path) -> None:
         "full",
         run="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         ours="--pp-cheap-recompute",
+        pp=2,
     )
-    outcome = server.run(command(full, "1f1b", tmp_path / "no checkpoint"), 4, tmp_path / "run")
+    outcome = server.run(command(full, "1f1b", tmp_path / "no checkpoint"), 2, tmp_path / "run")
     assert outcome.status == "failed"
     assert "--pp-cheap-recompute does not support --recompute-granularity full" in outcome.log(0)

@@ -21,7 +21,7 @@ from megatron_ext.prove.shrink import Shrunk
 from megatron_ext.prove.tensors import read
 from megatron_ext.schedule import Action, Op, Placement, Schedule, check, save
 from megatron_ext.schedule.units import Unit, units_of
-from tests.support import short_documents, unhooked_slices
+from tests.support import short_documents, unhooked_slices, warm
 from tests.support.checkouts import MAIN_TAG, existing, nightly
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 22
@@ -56,7 +56,8 @@ Sessions = Callable[[str, int], tuple[Session, Flags]]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptServer]:
-    with ScriptServer(existing(MAIN_TAG) / "pretrain_gpt.py", double=True) as started:
+    script = existing(MAIN_TAG) / "pretrain_gpt.py"
+    with ScriptServer(script, warm.python(""), double=True) as started:
         yield started
 
 

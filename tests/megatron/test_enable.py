@@ -35,8 +35,9 @@ def merged(ranks: Sequence[dict[str, Any]], what: str) -> dict[str, bytes]:
     [
         pytest.param("zb-h1-2", "stock-2", marks=pytest.mark.matrix),
         pytest.param("v-half-2", "stock-2", marks=pytest.mark.matrix),
-        ("zb-h1-4", "stock-4"),
-        ("v-half-4", "stock-4"),
+        # By default of one process, which has the same bits.
+        pytest.param("zb-h1-4", "stock-4", marks=pytest.mark.matrix),
+        pytest.param("v-half-4", "stock-4", marks=pytest.mark.matrix),
         pytest.param("v-zb-4-offloaded", "stock-4", marks=pytest.mark.matrix),
         pytest.param("v-half-4-groups", "stock-4", marks=pytest.mark.matrix),
         ("v-half-hybrid", "stock-hybrid"),
@@ -136,8 +137,9 @@ def test_a_hybrid_model_has_one_too(results: Cases, request: pytest.FixtureReque
 
 
 def test_what_is_returned_lies_where_megatron_has_it(results: Cases) -> None:
-    for case in ("stock-4", "v-half-4"):
-        assert [bool(rank["returned"]) for rank in results[case]] == [False, False, False, True]
+    for case in ("stock-2", "v-half-4"):
+        *others, last = (bool(rank["returned"]) for rank in results[case])
+        assert last and not any(others)
 
 
 def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:

@@ -236,8 +236,9 @@ def test_what_auto_tries_changes_no_result(results: Cases, case: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    # ``auto-in-a-budget`` trains in fp32 without fusion too; bf16 with sums in fp32 is between.
-    [nightly("ddp-fp32"), nightly("ddp-bf16"), nightly("ddp-fusion"), "ddp-reduce-in-bf16"],
+    # ``auto-in-a-budget`` trains in fp32 without fusion too; sums in bf16 are in
+    # tests/ranks/moe/test_launches.py.
+    [nightly("ddp-fp32"), nightly("ddp-bf16"), "ddp-fusion", nightly("ddp-reduce-in-bf16")],
 )
 def test_chunks_may_change_every_step(results: Cases, case: str) -> None:
     """Under DistributedDataParallel with overlap: what the optimizer gets is what stock's layers
@@ -368,7 +369,13 @@ def test_every_schedule_case_is_compared(scheduled: Cases) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "fused"), [("v-half-none/3", False), ("zb-h1-s4/3s", True), ("v-zb-s2/3s-te", True)]
+    ("case", "fused"),
+    [
+        ("v-half-none-offload/3", False),
+        ("v-zb-s2/3s-te", True),
+        nightly("v-half-none/3", False),
+        nightly("zb-h1-s4/3s", True),
+    ],
 )
 def test_trace_says_what_is_split(scheduled: Cases, case: str, fused: bool) -> None:
     """Experts whose rows lie in shared buffers compute weight gradients in B, and the report that

@@ -9,13 +9,13 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from megatron_ext import cli
-from tests.support import ROOT
+from tests.support import ROOT, warm
+from tests.support.checkouts import INSTALLED
 from tests.support.waiting import PATIENCE
 from tests.unit.cli.test_plan_cases import CASES, LENGTHS, PLAIN, SLICED, SMALL
 
@@ -56,9 +56,13 @@ def validated(lines: list[tuple[str, list[str]]]) -> list[Any]:
     """Of every line, for a number of devices: pipeline ranks, or 0 and Megatron's refusal."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", VALIDATE], env=env, input=json.dumps(lines), capture_output=True,
-        text=True, timeout=PATIENCE,
-    )  # fmt: skip
+        [warm.python(INSTALLED), "-c", VALIDATE],
+        env=env,
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = re.findall(r"^RESULT (.*)$", done.stdout, re.M)
     assert len(rows) == len(lines)

@@ -1,4 +1,5 @@
-"""An interpreter that has imported torch and Megatron already: ``python -m MODULE`` at once.
+"""An interpreter that has imported torch and Megatron already: ``python -m MODULE``, or
+``-c PROGRAM``, at once.
 
 One process a Megatron imports them, then forks for each command. ``python(tag)`` is a program that
 takes the place of ``sys.executable``: it hands its arguments, folder, environment and standard
@@ -154,19 +155,22 @@ def _fork(
 
 
 def _run(job: dict[str, Any]) -> int:
-    """What ``python -m MODULE`` does; returns the exit status."""
+    """What ``python -m MODULE`` or ``python -c PROGRAM`` does; returns the exit status."""
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
-    option, module, *rest = job["argv"]
-    assert option == "-m", job["argv"]
-    sys.argv[:] = [module, *rest]
+    option, what, *rest = job["argv"]
+    assert option in ("-m", "-c"), job["argv"]
+    sys.argv[:] = [what if option == "-m" else option, *rest]
     if os.environ.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     status = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if option == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

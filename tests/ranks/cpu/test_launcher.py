@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import launch
+from tests.support import warm
 from tests.support.checkouts import nightly
 from tests.support.waiting import PATIENCE
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 LAUNCH = (sys.executable, "-m", "megatron_ext.launch")
+
+
+def warm_launch() -> tuple[str, str, str]:
+    """The same where torch is imported already, for what does not look at how Python started."""
+    return (warm.python(""), *LAUNCH[1:])
+
 
 # Prints what a script sees of how it was started.
 PROBE = """
@@ -43,7 +50,7 @@ def test_runs_a_script_as_python_would(run: Run, probe: Path) -> None:
 
 def test_relative_path_and_traceback(run: Run, tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text("raise KeyError('x')")
-    done = run(*LAUNCH, "raises.py")
+    done = run(*warm_launch(), "raises.py")
     assert done.returncode == 1
     assert "raises.py" in done.stderr and "KeyError: 'x'" in done.stderr
 
@@ -61,7 +68,7 @@ def test_missing_script_is_one_sentence(run: Run) -> None:
 def test_config_error_is_one_sentence(run: Run, tmp_path: Path, rank: str) -> None:
     program = "from megatron_ext.integration import ConfigError\nraise ConfigError('use 4 ranks.')"
     (tmp_path / "wrong.py").write_text(program)
-    done = run(*LAUNCH, "wrong.py", RANK=rank)
+    done = run(*warm_launch(), "wrong.py", RANK=rank)
     assert (done.returncode, done.stderr) == (2, "[megatron_ext] error: use 4 ranks.\n")
 
 
@@ -75,7 +82,8 @@ def test_ranks_of_a_node_report_once(
     files = [tmp_path / "attempt" / str(rank) / "error.json" for rank in (0, 1)]
     for path in files:
         path.parent.mkdir(parents=True)
-    done = run(*LAUNCH, "wrong.py", RANK="8", LOCAL_RANK="0", TORCHELASTIC_ERROR_FILE=str(files[0]))
+    own = {"RANK": "8", "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(files[0])}
+    done = run(*warm_launch(), "wrong.py", **own)
     assert done.stderr == "[megatron_ext] error: use 4 ranks.\n"
     left = json.loads(files[0].read_text())["message"]
     assert left["extraInfo"]["py_callstack"] == "[megatron_ext] use 4 ranks."
@@ -229,7 +237,7 @@ for iteration, norm in ((1, 0.1), (2, None)):
     assert answer == "stock's answer"
 """
     )
-    done = run(*LAUNCH, "--device", "cpu", "--loss-log", "log/losses.jsonl", "train.py")
+    done = run(*warm_launch(), "--device", "cpu", "--loss-log", "log/losses.jsonl", "train.py")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(x) for x in (tmp_path / "log/losses.jsonl").read_text().splitlines()]
     third = (1 / 3) * (1 + 2**-25)  # a third in single precision, to more digits than it has

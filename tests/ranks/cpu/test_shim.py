@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.waiting import PATIENCE
 
 pytest.importorskip("torch")
@@ -69,7 +70,7 @@ except AssertionError as error:
     print("passed", torch.cuda.get_device_capability())
 """
     run = subprocess.run(
-        [sys.executable, "-c", program],
+        [warm.python(""), "-c", program],
         env={
             **environment,
             "MEGATRON_EXT_CPU_CAPABILITY": capability,
@@ -85,7 +86,7 @@ except AssertionError as error:
 
 
 def test_collectives_of_two_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, str(HERE / "collective_checks.py")]
+    command = [warm.python(""), "-m", "tests.ranks.cpu.collective_checks"]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(tmp_path / "store")],

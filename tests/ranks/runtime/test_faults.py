@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-from tests.support import ROOT
+from tests.support import ROOT, warm
 from tests.support.waiting import PATIENCE
 
 CASES = (
@@ -20,7 +19,7 @@ CASES = (
 def test_every_rank_ends_and_reports(tmp_path: Path) -> None:
     result = tmp_path / "faults.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.campaigns.faults", "--json", str(result), "--jobs", "5",
+        [warm.python(""), "-m", "tests.campaigns.faults", "--json", str(result), "--jobs", "5",
          "--only", f"^({'|'.join(CASES)})"],
         capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT,
     )  # fmt: skip

@@ -15,7 +15,7 @@ MODEL = (
     "--attention-dropout 0 --use-distributed-optimizer"
 )
 SIZES = "--pp 4 --world-size 4 --microbatches 4 --gpu A100"
-FAST = "--micro-batch-sizes 1 --schedules 1f1b,v-half,v-zb --effort 0.3"
+FAST = "--micro-batch-sizes 1 --schedules 1f1b,v-half,v-zb --effort 0.1"
 _ANSWERS = {}  # several tests look at the same one
 
 

@@ -118,7 +118,7 @@ def _never_slower(run, gpu, line, *more):
 @pytest.mark.parametrize("name", sampled(SMALL, [name for name in SMALL if name != "small"]))
 def test_never_slower_than_given(run, name):
     """However early the search is cut off."""
-    _never_slower(run, *SMALL[name], "--effort", "0.2")
+    _never_slower(run, *SMALL[name], "--effort", "0.05")
 
 
 @pytest.mark.matrix
@@ -202,13 +202,15 @@ def test_answers_beside_plans_for_lengths(run):
     """Nothing that training refuses beside them."""
     gpu, line = SMALL["small"]
     line += f"{LENGTHS} "
-    data, _ = _answer(run, gpu, line + "--pp-offload half", "--memory-cap", "6GiB")
+    data, _ = _answer(
+        run, gpu, line + "--pp-offload half", "--memory-cap", "6GiB", "--effort", "0.1"
+    )
     assert "- --pp-offload half" in data["difference"]
     for row in data["front"]:
         assert row["offload"] is None and not row["vocab_parallel"]
         assert row["schedule"] != "dualpipev"
     assert data["chosen"]["post_validation"] is None
-    said = run("plan", "--gpu", gpu, "--from-args", line)[1]
+    said = run("plan", "--gpu", gpu, "--from-args", line, *PLAIN)[1]
     assert f"({LENGTHS} does not support --pp-post-validation: " in said
     vocabulary = line + "--pp-vocab-parallel"
     for words in ([vocabulary], [line, "--offload", "half"], [line, "--schedules", "dualpipev"]):
@@ -287,7 +289,7 @@ def test_flags_of_the_users_pipeline_are_not_ignored(run):
 
 def test_cheap_recompute_is_not_tried_beside_delayed_scaling(run):
     _, line = SMALL["small"]
-    words = ["plan", "--gpu", "H100", "--json", "--memory-cap", "6GiB", "--from-args"]
+    words = ["plan", "--gpu", "H100", "--json", "--memory-cap", "6GiB", *PLAIN, "--from-args"]
     for recipe, tried in (("delayed", False), ("blockwise", True)):
         flags = f"{line} --fp8-format hybrid --fp8-recipe {recipe}"
         front = json.loads(run(*words, flags)[1])["front"]

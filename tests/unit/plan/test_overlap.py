@@ -137,7 +137,7 @@ def test_a_flag_keeps_the_search_to_pairs():
 def test_the_command_compares_the_ways(tmp_path, capsys):
     words = f"{EXPERTS} --bf16 --gpu H100 --schedules v-zb --cheap-recompute off"
     words += " --network-bandwidth 25e9"
-    words = f"{words} --shard-vocabulary off --offload off".split()
+    words = f"{words} --shard-vocabulary off --offload off --micro-batch-sizes 1".split()
     main(["plan", *words, "--json"])
     data = json.loads(capsys.readouterr().out)
     best = data["chosen"]

@@ -229,7 +229,7 @@ def test_vocabulary_passes(name: str) -> None:
             stages=[times(1, 2, 4) for _ in range(n)],
             vocabulary=[*times("0.1", 1, 3), "0.1", numbers.choice(("0", "0.3", "2"))],
         )
-        base = generate(name, pp, m, costs=costs, effort=0.05)
+        base = generate(name, pp, m, costs=costs, effort=0.02)
         fused = not base.splits_backward
         for barriers in (1, 2):
             schedule = add_vocabulary(base, barriers)

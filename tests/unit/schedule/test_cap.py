@@ -104,10 +104,10 @@ def test_steady_state_at_unequal_costs(
     """Excess over F+B+W per microbatch; the published orders leave 3.4 %, 41 % and 20 %."""
     costs = Costs.of(*cost)
     few, many = (
-        simulate(generate("v-cap", 4, m, costs=costs, memory_cap=cap)).makespan for m in (60, 90)
+        simulate(generate("v-cap", 4, m, costs=costs, memory_cap=cap)).makespan for m in (36, 60)
     )
     work = costs.forward + costs.backward_input + costs.backward_weight
-    assert (many - few) / 30 / work - 1 <= most
+    assert (many - few) / 24 / work - 1 <= most
 
 
 # Random requests are in test_properties.
@@ -195,7 +195,7 @@ def test_one_set_less_than_v_half(m: int, most: str) -> None:
 
 def test_more_effort_shortens_an_order() -> None:
     times = []
-    for effort in (0.01, 0.2, 1):
+    for effort in (0.01, 0.05, 0.25):
         schedule = generate("v-cap", 3, 6, costs=UNEQUAL, memory_cap=5, effort=effort)
         times.append(simulate(schedule).makespan)
     assert times == sorted(times, reverse=True)

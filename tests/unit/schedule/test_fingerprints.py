@@ -77,7 +77,16 @@ def fingerprints(name: str, pp: int) -> dict[str, str]:
 
 CASES = [(name, pp) for pp in (2, 3, 4, 7, 8) for name in (*NAMES, AUTO)]
 # A plain run takes small pipelines, and of what takes long to generate the smallest.
-LARGEST = {AUTO: 1, "v-cap": 2, "v-min": 3, "v-half": 3, "v-zb": 3, "interleaved-zb": 3}
+LARGEST = {
+    AUTO: 1,
+    "v-cap": 2,
+    "v-min": 3,
+    "v-half": 3,
+    "v-zb": 3,
+    "interleaved-zb": 2,
+    "gis": 3,
+    "gis-h": 3,
+}
 CHEAP = [(name, pp) for name, pp in CASES if pp <= LARGEST.get(name, 4)]
 
 

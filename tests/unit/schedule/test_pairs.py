@@ -162,7 +162,7 @@ class TestOrders:
         for pp, m, costs in ((2, 3, EXCHANGE), (3, 2, MUCH), (3, 7, HOPS), (4, 8, None)):
             chunks = generate(name, pp, 1).chunks
             used = uneven(pp, chunks) if costs is None else costs
-            plain = generate(name, pp, m, costs=used, effort=0.05)
+            plain = generate(name, pp, m, costs=used, effort=0.02)
             made = add_pairs(plain)
             check(lower(made))
             before, after = simulate(plain), simulate(made)

@@ -176,7 +176,7 @@ def test_orders_made_for_offload_of_one_chunk_and_unequal_passes() -> None:
     for name in ("zb-h1", "interleaved-zb", "v-cap"):
         for cost in ("1,1.3,0.7", "1,2,0.5"):
             costs = Costs.parse(cost, "0.05")
-            spec = request(name, 4, 10, Fraction(3, 4), costs=costs, offload=over(4, time="0.15"))
+            spec = request(name, 4, 7, Fraction(3, 4), costs=costs, offload=over(4, time="0.15"))
             try:
                 own = _as_large(spec, True).time
             except CapExceeded:
