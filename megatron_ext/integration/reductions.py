@@ -41,16 +41,25 @@ class Reductions:
             sync = sync[chunk]
         model = self._models[chunk]
         megatrons = getattr(model, "start_grad_sync", None)
-        overlaps = getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False)
         # Without a function that holds them back a trainer does so itself, or wants none reduced.
         held_back = self._config.no_sync_func is not None
-        if sync is None and len(self._models) > 1 and held_back and overlaps:
+        if sync is None and len(self._models) > 1 and held_back and _overlaps(model):
             # In which order parameters of several chunks get their gradients depends on the plan.
             sync = megatrons
         if sync is not None and sync == megatrons and hasattr(model, "bucket_groups"):
             return functools.partial(_start, model)
         found: Callable[..., Any] | None = sync
         return found
+
+    @property
+    def started_by_hooks(self) -> list[Any]:
+        """Chunks whose reduction is started, bucket by bucket, by hooks of their parameters."""
+        chunks = enumerate(self._models)
+        return [one for chunk, one in chunks if _overlaps(one) and self.start_of(chunk) is None]
+
+
+def _overlaps(model: Any) -> bool:
+    return bool(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False))
 
 
 def _start(model: Any, *unused: Any) -> None:

@@ -105,6 +105,16 @@ class TestOneRun:
         assert "post-validation rolled back" in runs[1].log(0)
         assert usual == ahead
 
+    def test_packed_documents_of_a_step_that_ran_ahead(self, serve: Serve, tmp_path: Path) -> None:
+        """Megatron counts them over all ranks; one whose passes had run waited for no other."""
+        flags = (
+            f"{script.PP2} {script.EXACT} --pp-schedule zb-h1 --pp-post-validation 0 --clip-grad 9 "
+            "--dataloader-inter-document-masking --seq-length 256 --max-position-embeddings 256 "
+            "--global-batch-size 4 --train-iters 3"
+        )
+        run = self.run(serve, tmp_path / "run", flags)
+        assert run.status == "ok" and len(run.losses()) == 3, run.report
+
     @pytest.mark.matrix
     def test_a_signal_and_a_kill(self, serve: Serve, tmp_path: Path) -> None:
         """Saved while the next iteration has begun, and killed: resumed, nothing is different."""

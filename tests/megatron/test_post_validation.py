@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.integration.errors import ConfigError
 from megatron_ext.integration.feature import require_no_conflict
-from megatron_ext.integration.features.post_validation import PostValidation, goes_on
+from megatron_ext.integration.features.post_validation import PostValidation, goes_on, rewind
 from tests.campaigns import random_post_validation as script
 from tests.support.stand_ins import megatron_args
 
@@ -82,3 +83,46 @@ class TestGoesOn:
     )
     def test_something_comes_between(self, given: dict[str, Any]) -> None:
         assert not self.goes_on(**given)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_documents_are_counted_in_their_own_step(
+    dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose forward passes had all run ahead counted none, and the others waited for it."""
+    training = SimpleNamespace(_seqlen_stats_active=False, _seqlen_stats_in_iteration=None)
+    found = SimpleNamespace(resolve=lambda: ("", training, ""))
+    for name, stand_in in {
+        "SEQLEN_COUNT": found,
+        "_metrics": list,
+        "_random_states": dict,
+        "_set_random_states": dict,
+    }.items():
+        monkeypatch.setattr(rewind, name, stand_in)
+
+    def count(tokens: int) -> None:
+        so_far = training._seqlen_stats_in_iteration
+        so_far = torch.zeros(1) if so_far is None else so_far
+        training._seqlen_stats_in_iteration = so_far.add_(tokens)
+        training._seqlen_stats_active = True
+
+    def consume() -> float | None:
+        """Of all ranks: each waits for the others if it has counted any."""
+        counted, training._seqlen_stats_active = training._seqlen_stats_active, False
+        total = training._seqlen_stats_in_iteration.tolist()[0]
+        training._seqlen_stats_in_iteration.zero_()
+        return total if counted else None
+
+    count(3)
+    ahead = rewind.Rewind([], [])
+    count(10)
+    ahead.suspend()
+    assert consume() == 3
+    if dropped:
+        ahead.undo()
+        assert consume() is None
+        return
+    ahead.resume()
+    assert consume() == 10
+    rewind.Rewind([], []).suspend()
+    assert consume() is None

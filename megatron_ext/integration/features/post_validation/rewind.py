@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...targets import ROUTER_METRICS
+from ...targets import ROUTER_METRICS, SEQLEN_COUNT
 from ...utils import unwrapped
 
 
@@ -61,7 +61,7 @@ class Rewind:
     """Everything outside the optimizer and the pipeline that forward passes change.
 
     That is: the random number generators, the models' buffers (router statistics), the data
-    iterators, and the metrics that Megatron sums up for its log line.
+    iterators, and what Megatron sums up for its log line: metrics and tokens of packed documents.
 
     Args:
         models: of this rank; ``Rewind`` is made before their passes.
@@ -83,6 +83,8 @@ class Rewind:
         self._head: list[dict[str, Any]] = []
         for metrics in self._metrics:
             metrics.clear()
+        self._tokens_before = _take_tokens()
+        self._tokens: torch.Tensor | None = None
 
     def suspend(self) -> None:
         """The passes have run; Megatron deals with the iteration before them."""
@@ -90,6 +92,8 @@ class Rewind:
         for metrics, before in zip(self._metrics, self._before):
             metrics.clear()
             metrics.update(before)
+        self._tokens = _take_tokens()
+        _add_tokens(self._tokens_before)
 
     def resume(self) -> None:
         """Resume the iteration after its passes."""
@@ -103,6 +107,7 @@ class Rewind:
                     metrics[name]["values"] += entry["values"]
                 else:
                     metrics[name].values += entry.values
+        _add_tokens(self._tokens)
 
     def undo(self) -> None:
         """As if the passes had never run."""
@@ -118,6 +123,32 @@ def _metrics() -> list[dict[str, Any]]:
     """The dictionaries in which Megatron sums up losses of MoE layers until it logs them."""
     tracker = ROUTER_METRICS.found()
     return [getattr(tracker, "_metrics", tracker)]
+
+
+def _take_tokens() -> torch.Tensor | None:
+    """What Megatron has counted of packed documents since it last reduced that over all ranks, in
+    which a rank takes part if it has counted any; it has counted none then."""
+    training = _counting()
+    if not getattr(training, "_seqlen_stats_active", False):
+        return None
+    counted: torch.Tensor = training._seqlen_stats_in_iteration
+    found = counted.clone()
+    counted.zero_()
+    training._seqlen_stats_active = False
+    return found
+
+
+def _add_tokens(counted: torch.Tensor | None) -> None:
+    if counted is not None:
+        training = _counting()
+        training._seqlen_stats_in_iteration += counted
+        training._seqlen_stats_active = True
+
+
+def _counting() -> Any:
+    """Megatron's module that counts them; None before core_v0.18."""
+    found = SEQLEN_COUNT.resolve()
+    return None if found is None else found[1]
 
 
 def _random_states() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ...callbacks import Callback, Step
 from ...feature import Feature, Run
 from ...gradients import RULES, require_gradient_hooks
 from ...hooks import Hook
+from ...reductions import Reductions
 from ...utils import LastModels, gather, unwrapped
 from .agree import hooks_of_all_ranks
 from .report import WgradReport, wgrad_report
@@ -65,11 +66,11 @@ class SplitBackward(Feature):
             self._store.followed_by = followed_by(step.plan, step.rank) if several else {}
         if step.plan.splits_backward:
             self._prepare(step)
-            iteration = step.call.iteration
-            hooked = (
-                hooks_of_all_ranks(iteration.models) if iteration.config.sequence_parallel else {}
+            models, config = step.call.iteration.models, step.call.iteration.config
+            reductions = Reductions(config, models, step.plan.placement.stages[step.rank])
+            self._store.hooked = hooks_of_all_ranks(
+                models, config.sequence_parallel, reductions.started_by_hooks
             )
-            self._store.hooked = hooked
         step.notes["wgrad"] = lambda: None if self.report is None else self.report.as_dict()
 
     def end(self, step: Step) -> None:
