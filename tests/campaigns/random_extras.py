@@ -53,7 +53,10 @@ EXTRAS = (
     Extra(model="--qk-layernorm", without=_PLAIN_ATTENTION),
     Extra(model="--kv-channels 16", without=_PLAIN_ATTENTION),
     Extra(model="--attention-output-gate", without=_PLAIN_ATTENTION),
-    Extra(model="--window-size 4,0 --window-attn-skip-freq 2", without=_PLAIN_ATTENTION),
+    Extra(
+        model="--window-size 4,0 --window-attn-skip-freq 2",
+        without=f"{_PLAIN_ATTENTION}|inter-document|context-parallel",
+    ),
     Extra(model="--softmax-type learnable", without=f"{_PLAIN_ATTENTION}|context-parallel"),
     Extra(model="--softmax-type off-by-one", without=f"{_PLAIN_ATTENTION}|context-parallel"),
     Extra(model=MLA, without=f"{_PLAIN_ATTENTION}|query-groups|context-parallel"),
@@ -69,7 +72,7 @@ EXTRAS = (
         for model in (
             "--moe-router-load-balancing-type seq_aux_loss",
             "--moe-router-load-balancing-type global_aux_loss",
-            "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+            "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --moe-aux-loss-coeff 0",
             "--moe-router-load-balancing-type none",
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
             "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5",
@@ -96,7 +99,8 @@ EXTRAS = (
     Extra(run="--train-sync-interval 1"),
     Extra(
         run="--iterations-to-skip 2",
-        needs="pipeline-model-parallel-size 2",  # stock has no data elsewhere
+        # Megatron's script draws data for one chunk a rank, on the first and the last rank.
+        needs="pipeline-model-parallel-size 2.*--pp-schedule (1f1b|zb)",
         without="post-validation",
     ),
     Extra(run="--grad-reduce-in-bf16", needs="--bf16"),
@@ -130,7 +134,11 @@ EXTRAS = (
     ),
     # Documents; stages between the first and the last have no mask in stock, so that stock's
     # interleaving trains other than its 1F1B.
-    Extra(model=PACKED, needs="pipeline-model-parallel-size 2", without=_NO_DOCUMENTS),
+    Extra(
+        model=PACKED,
+        needs="pipeline-model-parallel-size 2.*micro-batch-size 1",
+        without=f"{_NO_DOCUMENTS}|--window-size|--mtp",
+    ),
     Extra(
         model=MASKED,
         needs="pipeline-model-parallel-size 2",
