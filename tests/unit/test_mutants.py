@@ -99,3 +99,16 @@ def test_a_seed_chooses_the_same_changes_and_fitting_tests_exist() -> None:
     assert any("tests/megatron/test_moe_flex.py" in group for group in groups)
     paths = [*FOLDERS, *(test for group in groups for test in group.split())]
     assert all((ROOT / path).exists() for path in paths)
+
+
+def test_what_nightly_tests_change_is_still_there() -> None:
+    """Or they end with an error, and no change is made."""
+    lines = (ROOT / "tests" / "campaigns" / "mutants.jsonl").read_text().splitlines()
+    assert len(lines) >= 22
+    for line in lines:
+        given = json.loads(line)
+        tests = given.pop("tests")
+        change = Change(**given)
+        source = (ROOT / change.file).read_bytes()
+        compile(change.apply(source), change.file, "exec")
+        assert (ROOT / tests.split()[0]).exists()
