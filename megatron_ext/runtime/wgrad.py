@@ -7,6 +7,7 @@ of doing it; the W pass of the same (chunk, microbatch) runs it later (ZB, secti
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ..schedule.actions import Op
+from ..schedule.effects import passes
+from ..schedule.schedule import Schedule
 from .sharded import Sharded
 from .weight_hooks import foreign_hooks
 
@@ -425,3 +429,20 @@ def _next_part(task: Task, parameters: Sequence[Any], *rows: Any) -> None:
             main.add_(grad)
             parameter.grad = None
     task(*rows)
+
+
+def followed_by(schedule: Schedule, rank: int) -> Mapping[Hashable, Hashable]:
+    """For every B of ``rank`` with a W directly after it: (chunk, microbatch) of B and of W.
+
+    Only while forward passes are still to come. After the last of them other ranks wait for nothing
+    but these B passes, which must not become longer.
+    """
+    chunk_of = {stage: i for i, stage in enumerate(schedule.placement.stages[rank])}
+    # Messages and copies between them do not matter, operations of other features may.
+    row = [a for a in passes(schedule.ranks[rank]) if a.op.is_compute or not isinstance(a.op, Op)]
+    last = max((i for i, a in enumerate(row) if a.op is Op.F), default=0)
+    return {
+        (chunk_of[b.stage], b.microbatch): (chunk_of[w.stage], w.microbatch)
+        for b, w in itertools.pairwise(row[: last + 1])
+        if b.op is Op.B and w.op is Op.W
+    }

@@ -131,7 +131,7 @@ def test_a_hook_on_one_tensor_parallel_rank_is_one_on_all(results: Cases, case: 
 
 def test_which_w_directly_follows_which_b() -> None:
     """F1.1 B1.1 W1.0 F1.2: (chunk, microbatch) of both, until the last F; messages lie between."""
-    from megatron_ext.integration.features.split_backward import followed_by
+    from megatron_ext.runtime.wgrad import followed_by
 
     lowered = lower(generate("zb-h1", 2, 4))
     assert followed_by(lowered, 0) == {(0, 0): (0, 0), (0, 1): (0, 1)}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from ....runtime.wgrad import WeightGradStore
-from ....schedule import Op, Schedule
-from ....schedule.effects import passes
+from ....runtime.wgrad import WeightGradStore, followed_by
+from ....schedule import Schedule
 from ... import split_local as local
 from ... import split_te as wgrad_te
 from ...callbacks import Callback, Step
@@ -124,20 +122,3 @@ def _hooked_text(step: Step, models: Iterable[Any], found: Mapping[int, Sequence
         "B, not in W, because hooks that are not Megatron's wait for them there: "
         f"{', '.join(said[:_LISTED])}{more}"
     )
-
-
-def followed_by(schedule: Schedule, rank: int) -> Mapping[Hashable, Hashable]:
-    """For every B of ``rank`` with a W directly after it: (chunk, microbatch) of B and of W.
-
-    Only while forward passes are still to come. After the last of them other ranks wait for nothing
-    but these B passes, which must not become longer.
-    """
-    chunk_of = {stage: i for i, stage in enumerate(schedule.placement.stages[rank])}
-    # Messages and copies between them do not matter, operations of other features may.
-    row = [a for a in passes(schedule.ranks[rank]) if a.op.is_compute or not isinstance(a.op, Op)]
-    last = max((i for i, a in enumerate(row) if a.op is Op.F), default=0)
-    return {
-        (chunk_of[b.stage], b.microbatch): (chunk_of[w.stage], w.microbatch)
-        for b, w in itertools.pairwise(row[: last + 1])
-        if b.op is Op.B and w.op is Op.W
-    }
