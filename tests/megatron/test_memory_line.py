@@ -28,8 +28,15 @@ FLAGS += " --micro-batch-size 1 --vocab-size 32000 --pipeline-model-parallel-siz
 JOB = job_of(read(FLAGS.split())[0])
 
 
-def _step(device: str = "cuda", training: bool = True) -> Any:
-    call = SimpleNamespace(device=torch.device(device), group=None)
+class Group:
+    """A pipeline."""
+
+
+GROUP = Group()
+
+
+def _step(device: str = "cuda", training: bool = True, group: Group = GROUP) -> Any:
+    call = SimpleNamespace(device=torch.device(device), group=group)
     recorder = SimpleNamespace(peak_sets=2)
     return SimpleNamespace(training=training, call=call, recorder=recorder, plan=PLAN)
 
@@ -114,3 +121,10 @@ def test_communicators_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPa
     made.connect([(0, 1)])
     assert communicators.taken(device) == 3 * GIB // 8
     assert communicators.taken(torch.device("cpu")) == 0
+
+
+def test_pipelines_count_their_own_steps(said: Any) -> None:
+    """Ranks of one may be in another one, too, and all of a pipeline gather in one step."""
+    first, second = _step(), _step(group=Group())
+    assert said(None, first, second) == []
+    assert len(said(None, first, second, second)) == 1

@@ -21,6 +21,7 @@ from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import nightly
 from tests.support.grids import sampled
 from tests.support.kernels import fused_kernels
+from tests.support.stand_ins import started
 
 # What wgrad_cases.py runs; which of them must be equal says the part after the slash.
 OURS = [
@@ -470,3 +471,32 @@ def test_b_and_w_are_as_precise_as_autocast_made_f(
             losses[0].backward()
         ours.store.run(i)
     assert torch.equal(ours.weight.grad, stock.weight.grad) and ours.weight.grad.any()
+
+
+def test_every_pipeline_logs_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks gather their reports; some of them may have trained a model of another pipeline,
+    and would have passed that by: the others waited for good."""
+    import torch
+
+    from megatron_ext.integration.features import split_backward
+    from megatron_ext.runtime.wgrad import WeightGradStore
+
+    class Group:
+        """A pipeline."""
+
+    asked: list[Any] = []
+
+    def gather(report: Any, group: Any) -> list[Any]:
+        asked.append(group)
+        return [report]
+
+    monkeypatch.setattr(split_backward, "gather", gather)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    feature = started(split_backward.SplitBackward, "zb-h1", store=WeightGradStore())
+    groups = Group(), Group()
+    for group in (*groups, *groups):
+        call = types.SimpleNamespace(
+            group=group, iteration=types.SimpleNamespace(models=[torch.nn.Linear(1, 1)])
+        )
+        feature._prepare(types.SimpleNamespace(call=call))
+    assert asked == [*groups]

@@ -51,6 +51,8 @@ class SplitBackward(Feature):
         self._prepared = LastModels()
         self._plan: Schedule | None = None
         self._said: set[int] = set()  # parameters with hooks that the log has
+        # Pipelines of which the log has a line; another model's may have other ranks.
+        self._logged: weakref.WeakSet[Any] = weakref.WeakSet()
         self.report: WgradReport | None = None
         return (self,)
 
@@ -97,10 +99,11 @@ class SplitBackward(Feature):
         self._said = set()
         for model in models:
             self._attached.update(wgrad_te.attach(model, self._store))
-        first = self.report is None
         self.report = wgrad_report(models, self._store.fused_experts())
-        if first:
-            every: list[WgradReport] = gather(self.report, step.call.group)
+        group = step.call.group
+        if group not in self._logged:
+            self._logged.add(group)
+            every: list[WgradReport] = gather(self.report, group)
             if dist.get_rank() == 0:
                 total = sum(every, WgradReport())
                 level = logging.WARNING if total.advises else logging.INFO

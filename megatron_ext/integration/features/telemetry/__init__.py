@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,7 +68,8 @@ class Telemetry(Feature):
         self._run = run
         self._traces = None if run.args.pp_trace is None else Traces(run.args.pp_trace)
         self._meter = measured.Meter()
-        self._steps = 0
+        # Of training, by pipeline: another model's may have other ranks.
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._said = ""
         self._plan: Schedule | None = None  # the last one that was made
         self._ran: Schedule | None = None  # in the last step
@@ -130,8 +132,9 @@ class Telemetry(Feature):
             self._ran = step.plan
         if self._traces is not None:
             self._traces.take(step)
-        self._steps += step.training
-        second = step.training and self._steps == measured.STEP
+        group = step.call.group
+        steps = self._steps[group] = self._steps.get(group, 0) + step.training
+        second = step.training and steps == measured.STEP
         if second and step.call.device.type == "cuda":
             every = measured.held(step)
             if dist.get_rank() == 0:
