@@ -119,7 +119,7 @@ class _Draws:
 
     def found(self) -> bool:
         """Whether any were, but for ``allowed`` ones."""
-        self._any |= not all(map(torch.equal, self._states, self._now()))
+        self._any |= self._states != self._now()
         return self._any
 
     @contextlib.contextmanager
@@ -129,9 +129,12 @@ class _Draws:
         yield
         self._states = self._now()
 
-    def _now(self) -> list[torch.Tensor]:
-        states, on_device = [torch.get_rng_state()], self._device.type == "cuda"
-        return [*states, torch.cuda.get_rng_state(self._device)] if on_device else states
+    def _now(self) -> list[bytes]:
+        # Bytes: comparing tensors would be an operation in the middle of the experts.
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return [state.numpy().tobytes() for state in states]
 
 
 class Recomputation:
