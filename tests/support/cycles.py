@@ -1,5 +1,5 @@
-"""Prelude of a training script: which of the objects that a step leaves only garbage collection
-would free, as where a run collects rarely (``--manual-gc``)."""
+"""Prelude of a training script: which objects of a step only garbage collection would free, as
+where a run collects rarely (``--manual-gc``)."""
 
 from __future__ import annotations
 
