@@ -27,9 +27,10 @@ test-fast:
 test:
 	scripts/test.sh
 
-# The default run first, within the processor time that it may take: searches of the second are full.
+# First the runs that have a limit of processor time: searches of the third are full.
 nightly:
-	scripts/test.sh --processor-budget=1800
+	scripts/test.sh --processor-budget=700
+	scripts/test.sh --ci --processor-budget=1800
 	scripts/test.sh --all
 	scripts/gpu_suite.sh
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Checks everything, on a bare machine too: style, types, tests.
 #
-#   scripts/test.sh                        style, types and all tests but the slow tiers
+#   scripts/test.sh                        style, types and the tests that reach code of their own
+#   scripts/test.sh --ci                   more sizes, schedules and combinations, before a merge
 #   scripts/test.sh --all                  the slow tiers too: other Megatron versions, campaigns
-#   scripts/test.sh --processor-budget=N   the default run, at fault if it takes more than N s
+#   scripts/test.sh --processor-budget=N   at fault if the tests take more than N s; with --ci, too
 #   scripts/test.sh tests/ranks -k launch  other arguments go to pytest
 #
 # The first run makes a virtual environment beside the repository (see scripts/lib.sh) and fetches
@@ -54,7 +55,7 @@ check shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
 
 # All of it in several processes: most tests wait for ranks or for imports. A file stays in one
 # process, so what its tests share is made once; the slowest tiers come first.
-if [[ $# -eq 0 || "$*" == --all || "$*" == --processor-budget=* ]]; then
+if [[ $# -eq 0 || "$*" == --all || "$*" =~ ^(--ci ?)?(--processor-budget=[0-9]+)?$ ]]; then
     workers=$(($(getconf _NPROCESSORS_ONLN) + 2))
     set -- "$@" --workers $((workers < 6 ? workers : 6)) --durations=25
 fi
