@@ -87,12 +87,6 @@ SCHEDULE: tuple[Conflict, ...] = (
         "e.g. zb-h1",
         only=V_PLACEMENT,
     ),
-    Conflict(
-        "--iterations-to-skip",
-        "Megatron's scripts draw the data of skipped iterations for one chunk a rank; use a "
-        "schedule with one, e.g. zb-h1",
-        only=V_PLACEMENT,
-    ),
     Conflict("--logits-save-dir", _LAST_RANK, only=V_PLACEMENT),
     Conflict("--logits-load-dir", _LAST_RANK, only=V_PLACEMENT),
     _LocalAttention(
