@@ -6,6 +6,7 @@ With stand-ins for layers and other ranks.
 from __future__ import annotations
 
 import functools
+import logging
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_ext.integration import ConfigError, host_memory
 from megatron_ext.integration.features.moe import host as moe_host
+from megatron_ext.integration.features.moe.choice import ChosenMoE
 from megatron_ext.integration.features.moe.host import HEADROOM, HostArenas
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
+from megatron_ext.moe.autotune import SearchSpace
 from megatron_ext.moe.plan import LayerPlan, Strategy
 from megatron_ext.offload.arena import HostArena
 
@@ -161,6 +164,47 @@ def test_auto_leaves_out_what_the_host_has_no_memory_for(monkeypatch: pytest.Mon
     memory, policy = job.train(every)
     assert policy.allowed == tuple(map(Strategy, ("none", "s4", "s3")))
     memory.close()
+
+
+class Region:
+    """Experts of a layer on a rank alone, as the tuner sees them."""
+
+    parameters = ()
+
+    def __init__(self, dropped: float, group: Any = None) -> None:
+        self._dropped = dropped
+        self.exchange = SimpleNamespace(
+            tp_size=1, ep_size=1, experts=2, local_experts=2, groups=SimpleNamespace(tp_ep=group)
+        )
+
+    def experts(self, x: torch.Tensor, counts: Any, probs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, self._dropped).tanh()
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch) -> tuple[ChosenMoE, Any]:
+    """A policy that starts with what needs least, and a layer."""
+    policy = ChosenMoE(SearchSpace.of(2), 1 << 40, lambda *given: [1])
+    monkeypatch.setattr(policy, "_in_flight", lambda: 1)
+    policy._logs = True
+    (layer, *_), _ = Job(monkeypatch).models
+    layer.config.moe_router_dtype = None
+    layer.config.moe_latent_size = None
+    return policy, layer
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.5])
+def test_auto_computes_no_dropout_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dropped: float
+) -> None:
+    """It would end the run at a strategy that does. The generators stay as they are."""
+    caplog.set_level(logging.INFO)
+    policy, layer = chosen(monkeypatch)
+    region, before = Region(dropped), torch.get_rng_state()
+    policy.begin_step(1)
+    plan = policy.begin(layer, torch.zeros(8, 1, HIDDEN), lambda: region).policy.plan_for(1)
+    assert plan.strategy.recomputes == (not dropped)
+    assert ("auto does not try s0, s3 and s4" in caplog.text) == bool(dropped)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_what_stays_is_logged_once(
