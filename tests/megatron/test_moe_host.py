@@ -39,6 +39,10 @@ class Layer(MoELayer):
         self.config, self.weight = config, torch.nn.Parameter(torch.zeros(1))
 
 
+class Group:
+    """A pipeline."""
+
+
 class Policy(FixedPolicy):
     """Notes what it may choose from."""
 
@@ -64,14 +68,20 @@ class Job:
         )
         self.models = [torch.nn.ModuleList(Layer(config) for _ in range(3)) for _ in range(2)]
         self.others: list[Any] = []
+        self.gathered = 0
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
         monkeypatch.setattr(moe_host.dist, "get_rank", lambda: 0)
         for module in (moe_host, host_memory):
-            monkeypatch.setattr(module, "gather_over", lambda mine, groups: [mine, *self.others])
-        monkeypatch.setattr(moe_host, "pipeline_group", lambda *given: None)
+            monkeypatch.setattr(module, "gather_over", self._gather)
+        self.pipeline = Group()
+        monkeypatch.setattr(moe_host, "pipeline_group", lambda *given: self.pipeline)
         monkeypatch.setattr(moe_host, "groups_of_call", lambda *given: ())
         monkeypatch.setattr(host_memory, "_add", lambda host, nbytes: nbytes)
         monkeypatch.setattr(host_memory, "available_host_bytes", lambda: available)
+
+    def _gather(self, mine: Any, groups: Any) -> list[Any]:
+        self.gathered += 1
+        return [mine, *self.others]
 
     def train(self, strategies: str, budget: int | None = None, microbatches: int = 8) -> Any:
         """The first step of a run; (memory, policy)."""
@@ -166,6 +176,26 @@ def test_auto_leaves_out_what_the_host_has_no_memory_for(monkeypatch: pytest.Mon
     memory.close()
 
 
+def test_every_pipeline_agrees_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other ranks wait for this one, whatever others it has trained; the arena has room for the
+    passes of each, one after the other."""
+    job, found = Job(monkeypatch), []
+    layers = PipelinedMoE(FixedPolicy(LayerPlan(2)))
+    passes = lambda chunks, microbatches: [99, microbatches]  # noqa: E731
+    arenas = HostArenas(layers, FixedPolicy(LayerPlan(2)), [Strategy.S3], passes)
+    step = functools.partial(arenas._stepping, lambda **call: None)
+    call = {"seq_length": TOKENS, "micro_batch_size": 1, "model": job.models}
+    one, other = Group(), Group()
+    for job.pipeline, microbatches in ((one, 4), (other, 2), (one, 4), (other, 2)):
+        step(num_microbatches=microbatches, **call)
+        assert layers.memory is not None
+        found.append((job.gathered, layers.memory.engine.arena.capacity_bytes))
+    each, size = found[0]
+    assert found == [(each, size), *[(2 * each, size)] * 3]
+    arenas.close()
+    layers.close()
+
+
 class Region:
     """Experts of a layer on a rank alone, as the tuner sees them."""
 
@@ -205,6 +235,18 @@ def test_auto_computes_no_dropout_again(
     assert plan.strategy.recomputes == (not dropped)
     assert ("auto does not try s0, s3 and s4" in caplog.text) == bool(dropped)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_auto_agrees_in_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of the same sizes in another model, whose other ranks have seen nothing of this."""
+    policy, layer = chosen(monkeypatch)
+    policy.begin_step(1)
+
+    def tuner(group: Any) -> Any:
+        region = Region(0.0, group)
+        return policy.begin(layer, torch.zeros(8, 1, HIDDEN), lambda: region).policy
+
+    assert tuner(None) is tuner(None) is not tuner("another group")
 
 
 def test_what_stays_is_logged_once(

@@ -65,7 +65,7 @@ class ChosenMoE(FixedPolicy):
         self._space, self._budget_bytes, self._sets = space, budget_bytes, sets
         self._known = Costs() if costs is None else costs
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._kinds: dict[tuple[LayerShape, int], _Layers] = {}
+        self._kinds: dict[tuple[LayerShape, int, Any], _Layers] = {}
         self._step = self._rows = 0
         self._microbatches = 1  # of a call outside of Megatron's schedules
         self._calls: dict[tuple[int, int], int] = {}
@@ -98,7 +98,8 @@ class ChosenMoE(FixedPolicy):
         # In the first call of a step the ranks of the layer's groups agree.
         tp, size = region().exchange.tp_size, hidden.element_size()
         shape = layer_shape(layer.config, hidden.shape[-1], tp, size)
-        key = shape, region().exchange.local_experts
+        # Ranks agree within the layer's group: with several models a process has several.
+        key = shape, region().exchange.local_experts, region().exchange.groups.tp_ep
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = self._kind(shape, layer, hidden, region())
