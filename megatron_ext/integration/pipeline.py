@@ -225,7 +225,7 @@ class ScheduledPipeline:
     def drop(self, step: Step, failed: bool) -> None:
         """Forget an iteration that has begun (see ``Callback.dropped``)."""
         self._store.clear()
-        step.executor.release()
+        step.executor.drop(failed)
         for callback in self.callbacks:
             callback.dropped(step, failed)
 

@@ -241,6 +241,7 @@ BUILDERS = Target.at(
 )
 TRAIN = Target.at(f"{_TRAINING}.training:train", "forward_step_func")
 TRAIN_STEP = Target.at(f"{_TRAINING}.training:train_step", "forward_step_func", "optimizer")
+SKIPPED_STEP = Target.at(f"{_TRAINING}.training:dummy_train_step", "data_iterator")
 TRAINING_LOG = Target.at(f"{_TRAINING}.training:training_log", "iteration", "is_first_iteration")
 PRINT_LAST = Target.at(f"{_TRAINING}.utils:print_rank_last", "message")
 DECIDE_EXIT = Target.at(f"{_TRAINING}.training:checkpoint_and_decide_exit", "iteration", "model")

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..offload.blocks import Block, Kept, View
+from ..runtime.draws import Draws
 from ..runtime.weight_hooks import foreign_hooks, without_tensor_hooks
 
 # (fc1, fc2) of the experts, or of each of them.
@@ -110,33 +111,6 @@ class _Unmade(torch.autograd.Function):
         raise AssertionError("never differentiated")
 
 
-class _Draws:
-    """Sees whether random numbers are drawn from the default generators."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._any = device, False
-        self._states = self._now()
-
-    def found(self) -> bool:
-        """Whether any were, but for ``allowed`` ones."""
-        self._any |= self._states != self._now()
-        return self._any
-
-    @contextlib.contextmanager
-    def allowed(self) -> Iterator[None]:
-        """What is drawn here does not count."""
-        self.found()
-        yield
-        self._states = self._now()
-
-    def _now(self) -> list[bytes]:
-        # Bytes: comparing tensors would be an operation in the middle of the experts.
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return [state.numpy().tobytes() for state in states]
-
-
 class Recomputation:
     """What autograd saved inside one chunk's experts, dropped in forward and computed again.
 
@@ -181,7 +155,7 @@ class Recomputation:
         kind = slot.device.type
         dtype, on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = torch.autocast(kind, dtype, on)
-        draws = _Draws(slot.device)
+        draws = Draws(slot.device)
         with self._running(slot, functools.partial(self._call, draws)):
             yield
             self._look_behind()
@@ -275,7 +249,7 @@ class Recomputation:
         self._count_behind = -1
 
     def _call(
-        self, draws: _Draws, first: bool, original: Callable[..., Any], *args: Any, **kwargs: Any
+        self, draws: Draws, first: bool, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         self._look_behind()
         if first and self._whole:

@@ -25,6 +25,7 @@ _FSDP = (
 )
 _COUNT = "a file has a fixed number of microbatches; use a schedule's name"
 V_PLACEMENT = "V placement"
+SEVERAL_CHUNKS = "several model chunks a rank"
 FILE = "a schedule file"
 _LAST_RANK = (
     "Megatron's scripts look for the output layer on the last rank; use a schedule without V "
@@ -88,10 +89,10 @@ SCHEDULE: tuple[Conflict, ...] = (
         only=V_PLACEMENT,
     ),
     Conflict(
-        "--iterations-to-skip",
-        "Megatron's scripts draw the data of skipped iterations for one chunk a rank; use a "
-        "schedule with one, e.g. zb-h1",
-        only=V_PLACEMENT,
+        "--multiple-validation-sets",
+        "Megatron's scripts take the data of model chunks for validation sets; use a schedule with "
+        "one chunk, e.g. zb-h1, on two ranks",
+        only=SEVERAL_CHUNKS,
     ),
     Conflict("--logits-save-dir", _LAST_RANK, only=V_PLACEMENT),
     Conflict("--logits-load-dir", _LAST_RANK, only=V_PLACEMENT),
@@ -273,14 +274,16 @@ def of_file(args: Any) -> str | None:
 def of_names(names: Iterable[str], args: Any) -> str | None:
     """Why training refuses some of these schedules beside ``args``; None: it takes all."""
     whole, graphs = of_schedules(args), implementation(args)
-    vee = first_conflict(SCHEDULE, args, (V_PLACEMENT,))
     for name in names:
+        vee, several = GENERATORS[name].placement == "vee", GENERATORS[name].default_chunks > 1
+        parts = (V_PLACEMENT,) * vee + (SEVERAL_CHUNKS,) * several
+        found = first_conflict(SCHEDULE, args, parts)
         if whole is not None and name not in STOCK:
             return whole
         if graphs is not None and GENERATORS[name].split_backward:
             return f"--pp-schedule {name} does not support {graphs[1]}: {NO_SPLIT}"
-        if vee is not None and GENERATORS[name].placement == "vee":
-            return f"--pp-schedule {name} does not support {vee[1]}"
+        if found is not None:
+            return f"--pp-schedule {name} does not support {found[1]}"
     return None
 
 

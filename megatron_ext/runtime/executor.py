@@ -171,17 +171,18 @@ class Executor:
         found += [] if message is None else [f"{message} has not been transferred"]
         return "; ".join(found)
 
-    def drop(self) -> None:
-        """Forget an iteration that ``run`` has begun, on all ranks."""
-        for message in self.inbox.values():
-            if isinstance(message, Receipt):
-                message.wait()
-        self.inbox.clear()
-        self._finish_messages()
+    def drop(self, failed: bool) -> None:
+        """Keep nothing of an iteration that ends early: what its passes hold would wait for garbage
+        collection, which may be off, or come after a trainer has tried again.
 
-    def release(self) -> None:
-        """Keep nothing of an iteration that is abandoned: what its passes hold would wait for
-        garbage collection, which may be off, or come after a trainer has tried again."""
+        Args:
+            failed: else it ends on all ranks, and its messages are taken first.
+        """
+        if not failed:
+            for message in self.inbox.values():
+                if isinstance(message, Receipt):
+                    message.wait()
+            self._finish_messages()
         self.inbox.clear()
         self.outbox.clear()
         self._forget()

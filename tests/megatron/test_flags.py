@@ -21,7 +21,7 @@ from megatron_ext.integration.features.schedule.pipeline import prepare
 from megatron_ext.integration.features.schedule.rules import COUNT, RULES
 from megatron_ext.integration.flags import GROUP, add_arguments, defaults
 from megatron_ext.integration.offload_request import OffloadRequest
-from megatron_ext.plan.refusals import FILE
+from megatron_ext.plan.refusals import FILE, of_names
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.generators.vocabulary import add_vocabulary
 from megatron_ext.schedule.io import save
@@ -309,6 +309,22 @@ def test_v_asks_megatron_for_two_chunks() -> None:
     assert args.overlap_p2p_comm
     args.virtual_pipeline_model_parallel_size = 2
     assert after_megatron(args, ScheduleRequest.of("v-half")).placement.chunks == 2
+
+
+def test_one_chunk_for_several_validation_sets() -> None:
+    """Megatron's scripts would end in a TypeError, as with virtual stages of their own."""
+    flag, looped = (
+        {"multiple_validation_sets": True},
+        {"num_virtual_stages_per_pipeline_rank": 2},
+    )
+    for name, more in (("v-half", {}), ("interleaved", looped), ("auto", looped)):
+        text = refusal(name, **more, **flag)
+        assert text.startswith(f"--pp-schedule {name} does not support --multiple-validation-sets")
+    assert before_megatron(arguments(**flag), ScheduleRequest.of("auto")).name == "zb-h1"
+    args = SimpleNamespace(**flag)
+    assert of_names(["1f1b", "zb-h1"], args) is None
+    refused = [of_names([name], args) for name in ("v-zb", "gis", "po")]
+    assert all("support --multiple-validation-sets: Megatron" in str(why) for why in refused)
 
 
 class TestAuto:

@@ -6,6 +6,7 @@ With stand-ins for layers and other ranks.
 from __future__ import annotations
 
 import functools
+import logging
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_ext.integration import ConfigError, host_memory
 from megatron_ext.integration.features.moe import host as moe_host
+from megatron_ext.integration.features.moe.choice import ChosenMoE
 from megatron_ext.integration.features.moe.host import HEADROOM, HostArenas
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
+from megatron_ext.moe.autotune import SearchSpace
 from megatron_ext.moe.plan import LayerPlan, Strategy
 from megatron_ext.offload.arena import HostArena
 
@@ -34,6 +37,10 @@ class Layer(MoELayer):
     def __init__(self, config: Any) -> None:
         torch.nn.Module.__init__(self)
         self.config, self.weight = config, torch.nn.Parameter(torch.zeros(1))
+
+
+class Group:
+    """A pipeline."""
 
 
 class Policy(FixedPolicy):
@@ -61,14 +68,20 @@ class Job:
         )
         self.models = [torch.nn.ModuleList(Layer(config) for _ in range(3)) for _ in range(2)]
         self.others: list[Any] = []
+        self.gathered = 0
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
         monkeypatch.setattr(moe_host.dist, "get_rank", lambda: 0)
         for module in (moe_host, host_memory):
-            monkeypatch.setattr(module, "gather_over", lambda mine, groups: [mine, *self.others])
-        monkeypatch.setattr(moe_host, "pipeline_group", lambda *given: None)
+            monkeypatch.setattr(module, "gather_over", self._gather)
+        self.pipeline = Group()
+        monkeypatch.setattr(moe_host, "pipeline_group", lambda *given: self.pipeline)
         monkeypatch.setattr(moe_host, "groups_of_call", lambda *given: ())
         monkeypatch.setattr(host_memory, "_add", lambda host, nbytes: nbytes)
         monkeypatch.setattr(host_memory, "available_host_bytes", lambda: available)
+
+    def _gather(self, mine: Any, groups: Any) -> list[Any]:
+        self.gathered += 1
+        return [mine, *self.others]
 
     def train(self, strategies: str, budget: int | None = None, microbatches: int = 8) -> Any:
         """The first step of a run; (memory, policy)."""
@@ -161,6 +174,79 @@ def test_auto_leaves_out_what_the_host_has_no_memory_for(monkeypatch: pytest.Mon
     memory, policy = job.train(every)
     assert policy.allowed == tuple(map(Strategy, ("none", "s4", "s3")))
     memory.close()
+
+
+def test_every_pipeline_agrees_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other ranks wait for this one, whatever others it has trained; the arena has room for the
+    passes of each, one after the other."""
+    job, found = Job(monkeypatch), []
+    layers = PipelinedMoE(FixedPolicy(LayerPlan(2)))
+    passes = lambda chunks, microbatches: [99, microbatches]  # noqa: E731
+    arenas = HostArenas(layers, FixedPolicy(LayerPlan(2)), [Strategy.S3], passes)
+    step = functools.partial(arenas._stepping, lambda **call: None)
+    call = {"seq_length": TOKENS, "micro_batch_size": 1, "model": job.models}
+    one, other = Group(), Group()
+    for job.pipeline, microbatches in ((one, 4), (other, 2), (one, 4), (other, 2)):
+        step(num_microbatches=microbatches, **call)
+        assert layers.memory is not None
+        found.append((job.gathered, layers.memory.engine.arena.capacity_bytes))
+    each, size = found[0]
+    assert found == [(each, size), *[(2 * each, size)] * 3]
+    arenas.close()
+    layers.close()
+
+
+class Region:
+    """Experts of a layer on a rank alone, as the tuner sees them."""
+
+    parameters = ()
+
+    def __init__(self, dropped: float, group: Any = None) -> None:
+        self._dropped = dropped
+        self.exchange = SimpleNamespace(
+            tp_size=1, ep_size=1, experts=2, local_experts=2, groups=SimpleNamespace(tp_ep=group)
+        )
+
+    def experts(self, x: torch.Tensor, counts: Any, probs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, self._dropped).tanh()
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch) -> tuple[ChosenMoE, Any]:
+    """A policy that starts with what needs least, and a layer."""
+    policy = ChosenMoE(SearchSpace.of(2), 1 << 40, lambda *given: [1])
+    monkeypatch.setattr(policy, "_in_flight", lambda: 1)
+    policy._logs = True
+    (layer, *_), _ = Job(monkeypatch).models
+    layer.config.moe_router_dtype = None
+    layer.config.moe_latent_size = None
+    return policy, layer
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.5])
+def test_auto_computes_no_dropout_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dropped: float
+) -> None:
+    """It would end the run at a strategy that does. The generators stay as they are."""
+    caplog.set_level(logging.INFO)
+    policy, layer = chosen(monkeypatch)
+    region, before = Region(dropped), torch.get_rng_state()
+    policy.begin_step(1)
+    plan = policy.begin(layer, torch.zeros(8, 1, HIDDEN), lambda: region).policy.plan_for(1)
+    assert plan.strategy.recomputes == (not dropped)
+    assert ("auto does not try s0, s3 and s4" in caplog.text) == bool(dropped)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_auto_agrees_in_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of the same sizes in another model, whose other ranks have seen nothing of this."""
+    policy, layer = chosen(monkeypatch)
+    policy.begin_step(1)
+
+    def tuner(group: Any) -> Any:
+        region = Region(0.0, group)
+        return policy.begin(layer, torch.zeros(8, 1, HIDDEN), lambda: region).policy
+
+    assert tuner(None) is tuner(None) is not tuner("another group")
 
 
 def test_what_stays_is_logged_once(

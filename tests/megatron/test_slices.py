@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ from megatron_ext.integration.features.slices.carry import (
 )
 from megatron_ext.integration.features.slices.run import (
     Batches,
+    SliceRunner,
     _linear,
     _require_attention,
     added,
@@ -37,12 +40,15 @@ from megatron_ext.integration.features.slices.state import Cuts, Slicing
 from megatron_ext.integration.features.slices.wanted import Wanted
 from megatron_ext.integration.hooks import declared
 from megatron_ext.integration.runner import with_loss_function
+from megatron_ext.integration.targets import GPT_FORWARD
 from megatron_ext.schedule import NAMES, Costs, generate, load, save
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
 from tests.support.stand_ins import started
 
 from .test_flags import arguments
+
+_NOTHING = contextlib.nullcontext()
 
 
 def checked(schedule: str = "v-half", **changed: Any) -> Run:
@@ -409,6 +415,39 @@ def test_reports_that_slices_would_not_add_right_are_refused(report: Any, fault:
     losses = torch.ones(2, 2)
     with pytest.raises(ConfigError, match=fault) if fault else contextlib.nullcontext():
         _linear(losses, lambda x: (x.sum(), torch.tensor(4), report(x)))
+
+
+@pytest.mark.parametrize(
+    "draw", [int, lambda: torch.rand(1), random.random, lambda: np.random.rand(1)]
+)
+def test_forward_steps_that_draw_are_refused(draw: Any) -> None:
+    """Each slice of a microbatch would get other numbers. For the first the data set draws, and
+    what the model draws is every slice's own."""
+    passes: Any = started(Slices, args=arguments(pp_slices=2, transformer_impl="local"))
+    (hook,) = [one for one in passes.hooks() if one.target is GPT_FORWARD]
+    cuts = Cuts([lambda tokens: Cut((2, 4), Fraction(0))], 4)
+
+    def model(self: Any, input_ids: Any, position_ids: Any, attention_mask: Any) -> torch.Tensor:
+        return torch.rand(1)
+
+    def step(iterator: Any, chunk: Any) -> Any:
+        draw()
+        return hook.make(model)(chunk, torch.zeros(1, 4), None, None)
+
+    runner: Any = object.__new__(SliceRunner)
+    chunk = SimpleNamespace(post_process=False, config=None)
+    vars(runner).update(
+        _slicing=passes.slicing,
+        _unknown=True,
+        _rank=0,
+        _it=SimpleNamespace(forward_step_func=step, models=[torch.nn.Linear(1, 1)]),
+        placement=SimpleNamespace(stages=[[0]], num_stages=2),
+    )
+    for unit in units_of([2]):
+        wrong = unit.slice and draw is not int
+        why = pytest.raises(ConfigError, match="a forward step that draws random numbers before")
+        with passes.slicing.at(cuts, 0, unit, first=True), why if wrong else _NOTHING:
+            runner.forward_step_func(0, unit)(None, chunk)
 
 
 def test_layers_that_are_not_cut_are_refused() -> None:

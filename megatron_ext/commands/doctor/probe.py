@@ -169,6 +169,7 @@ def _groups() -> dict[str, Callable[[Any], None]]:
                 pipeline_model_parallel_size=2,
                 distributed_timeout_minutes=10,
                 dataloader_inter_document_masking=True,
+                iterations_to_skip=[1],
                 **flags,
             )
             request = ScheduleRequest.of(name, offloading=asked)

@@ -21,11 +21,16 @@ from ....moe.cost_file import Costs
 from ....moe.graph import kept_bytes_per_row
 from ....moe.plan import Budget, LayerShape, Strategy
 from ....moe.region import Region
+from ....runtime.draws import Draws
 from .flags import Sets, layer_shape
 from .layer import CallTimer, Execution, FixedPolicy
 
 logger = logging.getLogger(__name__)
 
+_DRAW = (
+    "the experts draw random numbers (dropout of an adapter?), so auto does not try s0, s3 and s4, "
+    "which would compute with others"
+)
 _NAMED = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -60,7 +65,7 @@ class ChosenMoE(FixedPolicy):
         self._space, self._budget_bytes, self._sets = space, budget_bytes, sets
         self._known = Costs() if costs is None else costs
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._kinds: dict[tuple[LayerShape, int], _Layers] = {}
+        self._kinds: dict[tuple[LayerShape, int, Any], _Layers] = {}
         self._step = self._rows = 0
         self._microbatches = 1  # of a call outside of Megatron's schedules
         self._calls: dict[tuple[int, int], int] = {}
@@ -93,7 +98,8 @@ class ChosenMoE(FixedPolicy):
         # In the first call of a step the ranks of the layer's groups agree.
         tp, size = region().exchange.tp_size, hidden.element_size()
         shape = layer_shape(layer.config, hidden.shape[-1], tp, size)
-        key = shape, region().exchange.local_experts
+        # Ranks agree within the layer's group: with several models a process has several.
+        key = shape, region().exchange.local_experts, region().exchange.groups.tp_ep
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = self._kind(shape, layer, hidden, region())
@@ -132,22 +138,34 @@ class ChosenMoE(FixedPolicy):
             f"MoE layers of hidden size {shape.hidden}, expert FFN size {shape.ffn}, "
             f"{exchange.experts} experts on {exchange.ep_size} ranks"
         )
-        known, budget = self._known, None
+        known, budget, space = self._known, None, self._space
         if self._budget_bytes is not None:
-            if known.kept_bytes is None:
-                probs = _NAMED.get(layer.config.moe_router_dtype, hidden.dtype)
-                like = hidden.new_empty((1, shape.hidden))
-                local, rows = exchange.local_experts, self._rows
-                kept = kept_bytes_per_row(region.experts, region.parameters, local, like, probs)
-                self._rows = rows  # without those of the probe
-                known = replace(known, kept_bytes=_largest((kept,), hidden, region)[0])
+            known, drawn = self._probed(layer, hidden, region, shape.hidden)
+            kept = tuple(one for one in space.strategies if not one.recomputes)
+            if drawn and 0 < len(kept) < len(space.strategies):
+                self._log(f"{name}: {_DRAW}")
+                space = space._replace(strategies=kept)
             shape = shape._replace(kept_bytes=known.kept_bytes or 0)
             budget = Budget(self._budget_bytes, shape, self._in_flight)
         if known.layers not in ("", name):
             self._log(f"{name}: --moe-pipeline-costs is of other layers, {known.layers}")
             known = replace(known, times={})
         log = lambda line: self._log(f"{name}, {line}")  # noqa: E731
-        return _Layers(Tuner(self._space, budget, replace(known, layers=name), log))
+        return _Layers(Tuner(space, budget, replace(known, layers=name), log))
+
+    def _probed(
+        self, layer: Any, hidden: torch.Tensor, region: Region, width: int
+    ) -> tuple[Costs, bool]:
+        """Costs with the bytes that the experts keep, and whether they draw random numbers."""
+        known, rows = self._known, self._rows
+        probs = _NAMED.get(layer.config.moe_router_dtype, hidden.dtype)
+        local, like = region.exchange.local_experts, hidden.new_empty((1, width))
+        with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
+            draws = Draws(hidden.device)
+            found = kept_bytes_per_row(region.experts, region.parameters, local, like, probs)
+            most, drawn = _largest((found, draws.found()), hidden, region)
+        self._rows = rows  # without those of the probe
+        return replace(known, kept_bytes=known.kept_bytes or most), bool(drawn)
 
     def _note_rows(self, _: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         self._rows = max(self._rows, len(inputs[0]))

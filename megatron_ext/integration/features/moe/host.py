@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,9 @@ class HostArenas(Callback):
     ) -> None:
         self._layers, self._policy, self._strategies = layers, policy, tuple(strategies)
         self._calls, self._budget_bytes = calls, budget_bytes
-        self._microbatches, self._settled = microbatches, 0
+        self._microbatches = microbatches
+        # By pipeline, of which a process may have several: microbatches, and the arena's bytes.
+        self._settled: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._rank = self._logged = 0
         atexit.register(self.close)
 
@@ -71,20 +74,20 @@ class HostArenas(Callback):
         return original(*args, **kwargs)
 
     def _begin_step(self, call: Mapping[str, Any]) -> None:
-        """Before the first training step, and before one with more microbatches than any.
+        """Before a pipeline's first training step, and before one with more microbatches than any.
 
         Raises:
             ConfigError: a rank or a host has too little; on all ranks.
         """
+        collection = call.get("pg_collection")
+        pipeline = pipeline_group(call.get("p2p_communicator"), collection)
         microbatches = max(call["num_microbatches"], self._microbatches)
-        if microbatches <= self._settled:
+        if microbatches <= self._settled.get(pipeline, (0, 0))[0]:
             return
-        self._settled, self._rank = microbatches, dist.get_rank()
+        self._rank = dist.get_rank()
         models = chunks_of(call["model"])
         tokens = call["seq_length"] * call["micro_batch_size"]
         needs, text = self._needs(models, microbatches, tokens)
-        collection = call.get("pg_collection")
-        pipeline = pipeline_group(call.get("p2p_communicator"), collection)
         groups = groups_of_call(pipeline, collection)
         every = gather_over((needs, text), groups)
         most = {s: max((entry[0][s], entry[1]) for entry in every) for s in needs}
@@ -93,14 +96,19 @@ class HostArenas(Callback):
             (strategy,) = self._strategies
             self._require(strategy, *most[strategy])
             size = self._budget_bytes or round(HEADROOM * needs[strategy])
-            self._allocate(strategy, size, memory, groups)
+            self._allocate(strategy, self._settle(pipeline, microbatches, size), memory, groups)
         else:
             limit = usable_bytes_a_rank(groups)
             if self._budget_bytes is not None:
                 limit = min(limit, self._budget_bytes)
-            self._leave_out(limit, {s: need for s, (need, _) in most.items()})
-            size = max(needs[s] for s in self._strategies)
-            memory.size_host(min(limit, round(HEADROOM * size)), now=False)
+            left = self._leave_out(limit, {s: need for s, (need, _) in most.items()})
+            size = min(limit, round(HEADROOM * max(needs[s] for s in left)))
+            memory.size_host(self._settle(pipeline, microbatches, size), now=False)
+
+    def _settle(self, pipeline: Any, microbatches: int, size: int) -> int:
+        """Note what a pipeline's passes take; the most that those of any pipeline do."""
+        self._settled[pipeline] = microbatches, size
+        return max(size for _, size in self._settled.values())
 
     def _log_excess(self, when: str = "") -> None:
         """One line where chunks have stayed on the device, and one at the end of the run."""
@@ -164,7 +172,7 @@ class HostArenas(Callback):
             except ValueError as error:
                 raise ConfigError(str(error)) from None
 
-    def _leave_out(self, limit: int, most: Mapping[Strategy, int]) -> None:
+    def _leave_out(self, limit: int, most: Mapping[Strategy, int]) -> Sequence[Strategy]:
         """Let ``auto`` choose from strategies that keep the limit, the same on all ranks."""
         left = tuple(s for s in self._strategies if most[s] <= limit)
         out = [f"{s.value} ({most[s]} bytes)" for s in self._strategies if s not in left]
@@ -174,5 +182,5 @@ class HostArenas(Callback):
                 ", ".join(out),
                 limit,
             )
-        self._strategies = left
         self._policy.allow(left)
+        return left

@@ -99,8 +99,7 @@ class Head(Feature):
             return
         (step, rewind), self._begun = self._begun, None
         with self._pipeline.watchdog(step.rank).armed():
-            step.executor.drop()
-        self._pipeline.drop(step, failed=False)
+            self._pipeline.drop(step, failed=False)
         rewind.undo()
         for model in step.call.iteration.models:
             _forget_gathered(model)

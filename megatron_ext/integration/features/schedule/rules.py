@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ....plan.refusals import FILE as FILE
 from ....plan.refusals import SCHEDULE as SCHEDULE
+from ....plan.refusals import SEVERAL_CHUNKS as SEVERAL_CHUNKS
 from ....plan.refusals import V_PLACEMENT as V_PLACEMENT
 from ....schedule.generators import MOST_EFFORT
 from ...rules import TWO_RANKS, Rule

@@ -19,7 +19,16 @@ from ...model_classes import (
 from ...utils import full_batch, most_microbatches
 from .choose import ScheduleRequest
 from .estimate import described
-from .rules import ASKED, CHUNKS, FILE, PIPELINE, SCHEDULE, V_PLACEMENT, require
+from .rules import (
+    ASKED,
+    CHUNKS,
+    FILE,
+    PIPELINE,
+    SCHEDULE,
+    SEVERAL_CHUNKS,
+    V_PLACEMENT,
+    require,
+)
 from .slice_count import with_slices
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
@@ -116,9 +125,7 @@ def check_facts(run: Run) -> None:
     if not run.library:
         request = described(args, request, run.profile)
     auto = request.name == AUTO
-    parts = {"": True, V_PLACEMENT: not auto and request.vee, FILE: request.file is not None}
-    used = {part: flag for part, there in parts.items() if there}
-    require_no_conflict(args, SCHEDULE, used)
+    _require_no_conflict(args, request, flag)
     if run.library:
         stages = None if _chunks_of(request)[0] == 1 else 2
         fix = f"build it with virtual_pipeline_model_parallel_size={stages}"
@@ -126,6 +133,21 @@ def check_facts(run: Run) -> None:
         _require_chunks(request, chunks, f"the model was built with {chunks}", fix)
     else:
         run.request = _decide(args, request, pp) if auto else _asked_for(args, request, pp)
+        if auto:
+            _require_no_conflict(args, run.request, flag)
+
+
+def _require_no_conflict(args: MegatronArgs, request: ScheduleRequest, flag: str) -> None:
+    """Refuse options that the request's schedule does not support; of ``auto`` before it has chosen
+    those that none does."""
+    named = request.name != AUTO
+    parts = {
+        "": True,
+        V_PLACEMENT: named and request.vee,
+        SEVERAL_CHUNKS: named and _chunks_of(request)[0] > 1,
+        FILE: request.file is not None,
+    }
+    require_no_conflict(args, SCHEDULE, {part: flag for part, there in parts.items() if there})
 
 
 def _asked_for(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRequest:
@@ -200,7 +222,7 @@ def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, .
     """The schedules that auto may choose from: those that this model can be built for, and that
     take its microbatches."""
     provider = script_provider()
-    vee = not any(c.found(args) is not None for c in SCHEDULE if c.only == V_PLACEMENT)
+    vee = not _excluded(args, V_PLACEMENT)
     vee = vee and not (provider is not None and builds_other_models(provider))
     chunks: int | None = None
     if asked is not None:
@@ -212,9 +234,14 @@ def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, .
         layers = args.num_layers or 0 if pattern is None else pattern.layers
         uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
         one = provider is not None and not builds_chunks(provider)
+        one = one or _excluded(args, SEVERAL_CHUNKS)
         if uneven or one or not layers or layers % (2 * pp) or hybrid_without_stages(args):
             chunks, vee = 1, False
     return suiting(chunks, vee, equal=args.pp_microbatch_costs in (None, "equal"))
+
+
+def _excluded(args: MegatronArgs, part: str) -> bool:
+    return any(rule.found(args) is not None for rule in SCHEDULE if rule.only == part)
 
 
 def _vee_takes_layout(args: MegatronArgs, pp: int) -> bool:

@@ -32,6 +32,8 @@ class SlicedModel(Routers, Prediction, Attention, Documents):
         slicing, whole = self.slicing, self.whole
         if slicing.now is None:
             return original(model, *args, **kwargs)
+        draws, slicing.draws = slicing.draws, None
+        rules.DRAWS.require(draws is None or not draws.found())
         call = bound(original, model, *args, **kwargs)
         given = call.arguments
         if given.get("input_ids") is not None:

@@ -70,6 +70,11 @@ SUMS = Rule(
     "{name} is {zero} where all losses are 0 and {one} where they are 1",
     f"report it so, or drop {FLAG}",
 )
+DRAWS = Rule(
+    f"{FLAG} does not support a forward step that draws random numbers before it calls the model",
+    "it is called for every slice of a microbatch, and each would get others",
+    f"draw them in the data set, or drop {FLAG}",
+)
 CORE = Rule(
     f"{FLAG} needs the core attention of GPTModel's layers",
     "in a {model} {found} of {expected} layers went through it ({kinds})",
@@ -82,5 +87,5 @@ NAMED = Rule(
 )
 RULES = (
     *(OF_FILE, W_OF_FILE, SIZES, PREDICTION, LENGTHS, LABELS, PADDING, ONE_ROW, THD, NO_GAPS),
-    *(INPUT_IDS, ROLLED, LINEAR, SUMS, CAUSAL, CORE, NAMED),
+    *(INPUT_IDS, ROLLED, LINEAR, SUMS, CAUSAL, DRAWS, CORE, NAMED),
 )

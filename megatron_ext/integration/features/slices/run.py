@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from ....runtime.draws import Draws
 from ....runtime.executor import BackwardPass
 from ....schedule.units import Unit
 from ...runner import MegatronRunner, with_loss_function
-from ...utils import unwrapped
+from ...utils import device_of, unwrapped
 from . import carry, rules
 from .state import Cuts, Slicing
 
@@ -87,8 +88,11 @@ class SliceRunner(MegatronRunner):
 
     def forward_step_func(self, chunk: int, microbatch: int) -> Callable[..., Any]:
         found = super().forward_step_func(chunk, microbatch)
+        # Not of the first slice, for which the data set may draw.
+        if self._unknown and _unit(microbatch).slice == 1:
+            self._slicing.draws = Draws(device_of(self._it.models), python=True)
         last = self.computes_loss(self.placement.stages[self._rank][chunk])
-        # Once a step: the function may have been chosen by the step.
+        # Once a step: the loss function may have been chosen by the step.
         checks = self._unknown and last and not microbatch
         return with_loss_function(found, _linear) if checks else found
 

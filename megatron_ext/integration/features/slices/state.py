@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ....runtime.draws import Draws
 from ....schedule.spec import Cut
 from ....schedule.units import Unit
 
@@ -61,12 +62,14 @@ class Slicing:
         now: (model chunk, unit) of the pass that runs; None outside of training.
         first: it is the unit's F, not its B, which may compute parts of F again.
         stays: takes tensors that outlive the sets which save parts of them.
+        draws: of the script's forward step, until it calls the model; None: not looked at.
     """
 
     def __init__(self) -> None:
         self.now: tuple[int, Unit] | None = None
         self.first = False
         self.stays: Callable[[torch.Tensor], None] | None = None
+        self.draws: Draws | None = None
         self._cuts: Cuts | None = None
         self._held: dict[tuple[int, int, str, int, int], Any] = {}
         self._calls: dict[tuple[str, int], int] = {}
@@ -77,6 +80,7 @@ class Slicing:
         before = self.now, self.first, self._cuts
         self.now, self.first, self._cuts = (chunk, unit), first, cuts
         self._calls.clear()
+        self.draws = None
         try:
             yield
         finally:
