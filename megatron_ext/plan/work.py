@@ -18,7 +18,7 @@ _CAPS = 6  # orders are made for one at a cap
 _CAP = 14_000_000
 # Of a pass of a search for pairs, in an order of few microbatches; more in V placement.
 _PAIRED, _PAIRED_VEE = 4_000, 8_000
-_OFFLOAD, _OFFLOAD_AUTO = 150, 250  # of a pass
+_OFFLOAD, _OFFLOAD_AUTO = 100, 250  # of a pass
 
 # Of the work, what is kept for what comes later.
 FOR_COSTLY, FOR_SMALL, FOR_LAST = 0.3, 0.15, 0.05
