@@ -248,15 +248,26 @@ def norm(job: Job, what: str, *, fused: bool = False, offload: str = "") -> Norm
     )
 
 
+def has_userbuffers(job: Job) -> bool:
+    """True where the tensor-parallel layers of Transformer Engine communicate in buffers that the
+    next one uses again, so that W cannot be apart from B. Megatron does not do so in multi-latent
+    attention, and then nowhere."""
+    sharded = job.sequence_parallel and job.tensor_model_parallel_size > 1
+    asked = job.tp_comm_overlap and job.transformer_engine
+    return asked and sharded and not job.multi_latent_attention
+
+
 def column(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
     """A column-parallel layer, whose input sequence parallelism shards."""
-    layer = Linear(what, job.tokens, inputs, outputs, input_rows=job.sharded_tokens)
+    splits = not has_userbuffers(job)
+    layer = Linear(what, job.tokens, inputs, outputs, input_rows=job.sharded_tokens, splits=splits)
     return layer._replace(**more)
 
 
 def row(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
     """A row-parallel layer, whose output's gradient sequence parallelism shards."""
-    layer = Linear(what, job.tokens, inputs, outputs, gradient_rows=job.sharded_tokens)
+    rows, splits = job.sharded_tokens, not has_userbuffers(job)
+    layer = Linear(what, job.tokens, inputs, outputs, gradient_rows=rows, splits=splits)
     return layer._replace(**more)
 
 
