@@ -87,11 +87,16 @@ def postponed_biases(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 class SplitStore:
-    """Replaces Transformer Engine's own weight-gradient store in ``module``."""
+    """Replaces Transformer Engine's own weight-gradient store in ``module``.
 
-    def __init__(self, module: torch.nn.Module, store: WeightGradStore) -> None:
+    Attributes:
+        users: the stores of schedules that the module is trained under, one at a time.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
         self.original = module.wgrad_store
-        self._module, self._store = module, store
+        self.users: list[WeightGradStore] = []
+        self._module = module
         self._backward_dw = _own_backward_dw(module)
         # Some versions look in here before they pop.
         self.context: queue.Queue[Any] = queue.Queue()
@@ -108,34 +113,40 @@ class SplitStore:
     def _biases(self) -> list[torch.nn.Parameter]:
         return _named(self._module, _BIAS)
 
-    def detach(self) -> None:
-        """Give the module its own store back."""
-        self._module.wgrad_store = self.original
+    def detach(self, user: WeightGradStore) -> None:
+        """Postpone nothing into ``user``; without others the module gets its own store back."""
+        if user in self.users:
+            self.users.remove(user)
+        if not self.users:
+            self._module.wgrad_store = self.original
 
     def delay_wgrad_compute(self) -> bool:
         """Asked in forward (whether it may come to that), in backward, and by ``backward_dw``."""
         if self._in_weight_pass:
             return True
-        if self._store.collecting:
+        store = WeightGradStore.running
+        if store is not None and store.collecting and store in self.users:
             weights = _trained(self._weights)
-            return bool(weights) and self._store.postpones(*weights, *_trained(self._biases))
+            return bool(weights) and store.postpones(*weights, *_trained(self._biases))
         # In the backward of a fused pass, autograd gets the gradients as without us.
         return not _in_backward()
 
     def put(self, tensors: list[Any], function: Callable[..., Any]) -> None:
         """Take the work that computes the weight gradients from ``tensors``."""
+        store = WeightGradStore.running
+        assert store is not None
         # What autograd now gives as gradient of the weights is a stand-in or memory that W will
         # write to; keep it apart from a gradient that was there before.
         weights, biases = _trained(self._weights), _trained(self._biases)
-        before = [(w, w.grad) for w in weights if not self._store.placeholder(w)]
+        before = [(w, w.grad) for w in weights if not store.placeholder(w)]
         for weight, _ in before:
             weight.grad = None
-        self._store.at_end(functools.partial(_restore, before))
+        store.at_end(functools.partial(_restore, before))
         parts = self._sharded(tensors)
         first, *others = weights
         # Biases get their gradient in ``grad``, where B may put one meanwhile.
         in_place = self._module.fuse_wgrad_accumulation and not biases
-        self._store.put(
+        store.put(
             first,
             functools.partial(self._weight_pass, function, parts[_ROWS:]),
             rows=parts[:_ROWS],
@@ -146,7 +157,7 @@ class SplitStore:
             placeholders=weights,
         )
         if self._parallel("column"):
-            self._store.fill()  # the input's gradient is being reduced
+            store.fill()  # the input's gradient is being reduced
 
     def _parallel(self, mode: str) -> bool:
         module = self._module
@@ -219,12 +230,15 @@ def attach(chunk: torch.nn.Module, store: WeightGradStore) -> list[SplitStore]:
     """Let every Transformer Engine linear module of ``chunk`` postpone into ``store``.
 
     Returns:
-        What has been put in place, to ``detach`` it again. Modules that have ours already keep it.
+        What to ``detach`` from ``store`` again. Modules that postpone into it already keep it.
     """
     attached = []
     for module in splittable(chunk):
         if not isinstance(module.wgrad_store, SplitStore):
-            module.wgrad_store = ours = SplitStore(module, store)  # type: ignore[assignment]
+            module.wgrad_store = SplitStore(module)  # type: ignore[assignment]
+        ours: Any = module.wgrad_store
+        if store not in ours.users:
+            ours.users.append(store)
             attached.append(ours)
     return attached
 

@@ -75,6 +75,8 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         values["position_embedding_type"] = "rope"
     if given.get("moe_token_dispatcher_type") == "flex":
         assumed.append("flex dispatcher: sets as with alltoall; its own buffers are not counted")
+    if given.get("tp_comm_overlap"):
+        assumed.append("--tp-comm-overlap: what it hides of communication is not counted")
     if given.get("graphed"):
         assumed.append("memory of CUDA graphs is not counted")
     if values["recipe"] is not None:

@@ -26,6 +26,11 @@ def _activation(job: Job, rows: int, width: int) -> Work:
     return Work(moved=size * (gates + 1), moved_back=size * (2 * gates + 1), kernels=1)
 
 
+def _is_one(job: Job) -> bool:
+    """True where an MLP is one operation of Transformer Engine, of which W cannot be apart."""
+    return job.use_transformer_engine_op_fuser and job.transformer_engine
+
+
 def _inner(job: Job, name: str, fc1: Linear, outputs: int, *, drops: bool) -> Pieces:
     """``fc1``, its activation function and fc2; ``drops``: the function's output is recomputed.
 
@@ -53,6 +58,7 @@ def dense(job: Job) -> Part:
         bias=job.add_bias_linear,
         input=before.input,
     )
+    fc1 = fc1._replace(splits=fc1.splits and not _is_one(job))
     pieces = _inner(job, "MLP", fc1, h, drops=job.cheap_recompute)
     recomputed = job.recomputes("mlp")
     if recomputed:
@@ -102,6 +108,7 @@ def experts(job: Job) -> Part:
         inner.append(Linear("input of the latent", t, h, latent, bias=bias, input=source))
         inner.append(Linear("experts' outputs in the latent", t, latent, h, bias=bias))
     fc1 = Linear("experts' input", routed, latent, job.gates * width, own, bias, expert=True)
+    fc1 = fc1._replace(splits=not (_is_one(job) and job.moe_grouped_gemm))
     # Cheap recompute leaves experts in chunks alone; where it asks for moe_act, the plan is s0.
     drops = (job.cheap_recompute and fixed_plan(job) is None) or job.recomputes("moe_act")
     routed_pieces = _inner(job, "experts'", fc1, latent, drops=drops)

@@ -103,6 +103,7 @@ class Job:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
     data_parallel_size: int = 1
     params_dtype: str = "fp32"
     recipe: str | None = None
@@ -254,16 +255,15 @@ class Job:
         Raises:
             PlanError: no global batch was given, or it cannot be divided.
         """
-        if self.global_batch_size is None:
+        batch, share = self.global_batch_size, self.micro_batch_size * self.data_parallel_size
+        if batch is None:
             raise PlanError("plan needs --global-batch-size (or --microbatches) too")
-        share = self.micro_batch_size * self.data_parallel_size
-        if self.global_batch_size % share:
+        if batch % share:
             raise PlanError(
-                f"--global-batch-size {self.global_batch_size} is no multiple of "
-                f"--micro-batch-size {self.micro_batch_size} times {self.data_parallel_size} "
-                "data-parallel ranks"
+                f"--global-batch-size {batch} is no multiple of --micro-batch-size "
+                f"{self.micro_batch_size} times {self.data_parallel_size} data-parallel ranks"
             )
-        return self.global_batch_size // share
+        return batch // share
 
     @cached_property
     def of_layers(self) -> Job:

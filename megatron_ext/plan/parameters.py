@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .kinds import embedding, last_norm, layer, position_parameters, prediction_layer
 from .layout import Stage
 from .model import _BYTES, Job
-from .parts import Part
+from .parts import Part, copies_weights
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,9 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     ranks (Megatron's distributed optimizer page: bf16 18, or 6 + 12/d bytes a parameter; fp16 16,
     or 4 + 12/d; fp32 16, or 8 + 8/d). Padding of buckets is not counted.
 
-    Quantized weights are there row-wise for F and column-wise for B. Without
-    ``--fp8-param-gather`` (or fp4) the 16-bit ones are there too, and both copies are kept through
-    a step. ``--disable-parameter-transpose-cache`` makes the column-wise one, or without gathering
-    both, again for each microbatch.
+    Quantized weights are there row-wise for F and column-wise for B, and are kept through a step.
+    Without ``--fp8-param-gather`` (or fp4) the 16-bit ones are there too; both copies are then in
+    every activation set instead with ``--disable-parameter-transpose-cache``.
     """
     size = job.element_bytes
     gradient = 4 if job.grads_in_fp32 or job.params_dtype == "fp32" else size
@@ -165,10 +164,10 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     matrices, total = count.dense + count.expert, count.total
     parameters = total * size
     if job.quantization is not None:
-        copies = 0 if job.disable_parameter_transpose_cache else 1
-        parameters += 2 * copies * job.quantization.bytes(matrices)
+        if not copies_weights(job):
+            parameters += 2 * job.quantization.bytes(matrices)
         if job.quantized_parameters:
-            parameters += (1 - copies) * job.quantization.bytes(matrices) - size * matrices
+            parameters -= size * matrices
     main = 0 if job.params_dtype == "fp32" else _BYTES[job.main_params_dtype]
     if main == 4 and _keeps_lower_halves(job):
         main = 2

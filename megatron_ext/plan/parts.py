@@ -77,11 +77,14 @@ class Linear(NamedTuple):
         """The same, with its input computed again (or fetched) during B."""
         return self._replace(input="dropped")
 
-    def saved(self, job: Job) -> SavedTensor:
+    def saved(self, job: Job, *, repeated: bool = False) -> SavedTensor:
         """Its input from F to B; input and output gradient from B to W.
 
         What sequence parallelism gathers in B stays gathered until W only where it is quantized:
         scales belong to the whole tensor.
+
+        Args:
+            repeated: it runs in B once more, and keeps what it makes of its weights only then.
         """
         recipe = job.quantization if self.quantized else None
         rows = self.rows if self.input_rows is None else self.input_rows
@@ -107,6 +110,9 @@ class Linear(NamedTuple):
                 # Allocated in B for all experts, whatever tokens they get.
                 needed += job.element_bytes * self.weights * self.inputs * self.outputs
         again = job.element_bytes * rows * self.inputs if self.input == "dropped" else 0
+        if recipe is not None and copies_weights(job):
+            copies = 2 * recipe.bytes(self.weights * self.inputs * self.outputs)
+            kept, again = (kept, again + copies) if repeated else (kept + copies, again)
         return SavedTensor(self.what, kept, needed, again)
 
 
@@ -175,7 +181,8 @@ class Part(NamedTuple):
 
     def tensors(self, job: Job) -> list[SavedTensor]:
         """Everything that autograd keeps of it."""
-        return [p.saved(job) if isinstance(p, Linear) else p for p in self.pieces]
+        again = self.repeated
+        return [p.saved(job, repeated=again) if isinstance(p, Linear) else p for p in self.pieces]
 
 
 Pieces = list[Linear | SavedTensor]
@@ -248,15 +255,32 @@ def norm(job: Job, what: str, *, fused: bool = False, offload: str = "") -> Norm
     )
 
 
+def copies_weights(job: Job) -> bool:
+    """True where every microbatch quantizes the weights, and keeps that until its B. Weights
+    that are gathered as they are quantized are used as they are."""
+    return job.disable_parameter_transpose_cache and not job.quantized_parameters
+
+
+def has_userbuffers(job: Job) -> bool:
+    """True where the tensor-parallel layers of Transformer Engine communicate in buffers that the
+    next one uses again, so that W cannot be apart from B. Megatron does not do so in multi-latent
+    attention, and then nowhere."""
+    sharded = job.sequence_parallel and job.tensor_model_parallel_size > 1
+    asked = job.tp_comm_overlap and job.transformer_engine
+    return asked and sharded and not job.multi_latent_attention
+
+
 def column(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
     """A column-parallel layer, whose input sequence parallelism shards."""
-    layer = Linear(what, job.tokens, inputs, outputs, input_rows=job.sharded_tokens)
+    splits = not has_userbuffers(job)
+    layer = Linear(what, job.tokens, inputs, outputs, input_rows=job.sharded_tokens, splits=splits)
     return layer._replace(**more)
 
 
 def row(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
     """A row-parallel layer, whose output's gradient sequence parallelism shards."""
-    layer = Linear(what, job.tokens, inputs, outputs, gradient_rows=job.sharded_tokens)
+    rows, splits = job.sharded_tokens, not has_userbuffers(job)
+    layer = Linear(what, job.tokens, inputs, outputs, gradient_rows=rows, splits=splits)
     return layer._replace(**more)
 
 

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..schedule.actions import Op
-from ..schedule.effects import passes
 from ..schedule.schedule import Schedule
 from .sharded import Sharded
 from .weight_hooks import foreign_hooks
@@ -435,11 +434,13 @@ def followed_by(schedule: Schedule, rank: int) -> Mapping[Hashable, Hashable]:
     """For every B of ``rank`` with a W directly after it: (chunk, microbatch) of B and of W.
 
     Only while forward passes are still to come. After the last of them other ranks wait for nothing
-    but these B passes, which must not become longer.
+    but these B passes, which must not become longer. And no B of a pair: what W releases there, the
+    all-to-alls of the forward pass, on a stream of their own, could overwrite while W reads it.
     """
     chunk_of = {stage: i for i, stage in enumerate(schedule.placement.stages[rank])}
     # Messages and copies between them do not matter, operations of other features may.
-    row = [a for a in passes(schedule.ranks[rank]) if a.op.is_compute or not isinstance(a.op, Op)]
+    every = (a.parts[0] for a in schedule.ranks[rank])  # of a pair its F
+    row = [a for a in every if a.op.is_compute or not isinstance(a.op, Op)]
     last = max((i for i, a in enumerate(row) if a.op is Op.F), default=0)
     return {
         (chunk_of[b.stage], b.microbatch): (chunk_of[w.stage], w.microbatch)

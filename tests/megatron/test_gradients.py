@@ -239,7 +239,8 @@ def test_a_module_is_known_by_the_weights_that_it_has_now() -> None:
         def backward_dw(self) -> None: ...
 
     module = Linear(2, 2, bias=False)
-    (ours,) = attach(module, WeightGradStore())
+    store = WeightGradStore()
+    (ours,) = attach(module, store)
     module.load_state_dict(Linear(2, 2, bias=False).state_dict(), assign=True)
-    assert attach(module, WeightGradStore()) == []
+    assert attach(module, store) == []
     assert ours._weights[0] is module.weight

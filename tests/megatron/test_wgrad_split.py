@@ -16,6 +16,7 @@ from megatron_ext.plan.activations import stage_set
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import Stage
 from megatron_ext.schedule import generate
+from megatron_ext.schedule.actions import parse
 from megatron_ext.schedule.passes.lower import lower
 from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import nightly
@@ -138,6 +139,15 @@ def test_which_w_directly_follows_which_b() -> None:
     assert followed_by(lowered, 1) == {(0, 1): (0, 0), (0, 2): (0, 1)}
     vee = followed_by(lower(generate("v-half", 2, 4)), 0)
     assert vee == {(1, 1): (0, 0), (1, 2): (0, 1)}  # of different chunks
+
+
+def test_no_w_runs_inside_a_pair() -> None:
+    """It would release memory of the all-to-alls' stream, which does not wait for it there."""
+    from megatron_ext.runtime.wgrad import followed_by
+
+    row = ["F0.0", "F0.1", "F0.2+B0.0", "W0.0", "B0.1", "W0.1", "F0.3"]
+    paired = generate("zb-h1", 2, 4).with_ranks([[parse(text) for text in row], []])
+    assert followed_by(paired, 0) == {(0, 1): (0, 1)}
 
 
 def test_some_experts_are_idle(results: Cases) -> None:

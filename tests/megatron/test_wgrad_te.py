@@ -168,7 +168,7 @@ def test_frozen_at_first(te: Any, checks: Any, fused: bool, number: int | None, 
 
     freeze(True)
     for one in chunks[1:]:  # as the first step finds the model
-        one.module.wgrad_store.detach()
+        one.module.wgrad_store.detach(store)
         checks.wgrad_te.attach(one.module, store)
     for microbatch in range(6):
         if microbatch in (2, 4):
@@ -200,7 +200,33 @@ def test_forward_only_and_a_backward_of_someone_else(te: Any) -> None:
         module(_input(0, 6, 8))
     module(_input(0, 6, 8)).sum().backward()
     assert module.weight.grad is not None and len(store) == 0
-    ours.detach()
+    ours.detach(store)
+    assert module.wgrad_store is own
+
+
+def test_under_several_schedules(te: Any) -> None:
+    """Two functions of one model: each has the module split, also when the other has gone."""
+    from megatron_ext.integration.split_te import attach
+    from megatron_ext.runtime.wgrad import WeightGradStore
+
+    module, early, late = te.Linear(8, 5), WeightGradStore(), WeightGradStore()
+    own = module.wgrad_store
+
+    def postpones(store: WeightGradStore) -> bool:
+        module.weight.grad = None
+        with store.collect(0):
+            module(_input(0, 6, 8)).sum().backward()
+        before = module.weight.grad
+        store.run(0)
+        assert module.weight.grad.any()
+        return before is None
+
+    attached = [(ours, store) for store in (early, late) for ours in attach(module, store)]
+    assert len(attached) == 2 and module.wgrad_store is attached[0][0]
+    assert all(map(postpones, (early, late, early)))
+    attached[0][0].detach(early)
+    assert postpones(late) and not postpones(early)
+    attached[1][0].detach(late)
     assert module.wgrad_store is own
 
 

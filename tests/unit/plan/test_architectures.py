@@ -16,7 +16,12 @@ from megatron_ext.plan.kinds import layer
 from megatron_ext.plan.layout import Split, Stage, read_layout, split_of
 from megatron_ext.plan.memory import stage_bytes
 from megatron_ext.plan.model import PlanError
-from megatron_ext.plan.parameters import Count, stage_parameters, state_bytes
+from megatron_ext.plan.parameters import (
+    Count,
+    layer_parameters,
+    stage_parameters,
+    state_bytes,
+)
 from tests.support import ROOT
 
 MODELS = json.loads(Path(ROOT, "benchmarks", "bridge_recipes.json").read_text(encoding="utf-8"))[
@@ -132,8 +137,10 @@ def test_quantized_layers_keep_their_inputs_in_their_format():
         (
             "--fp8-format hybrid --fp8-param-gather --disable-parameter-transpose-cache",
             Count(dense=1000),
-            1 + 4 + 12,
+            2 + 4 + 12,
         ),
+        # Both copies are in every set.
+        ("--fp8-format hybrid --disable-parameter-transpose-cache", Count(1000), 2 + 4 + 12),
         ("--fp4-format e2m1 --fp4-param-gather", Count(expert=1600), 2 * 9 / 16 + 4 + 12),
         # Muon: one fp32 moment for matrices, Adam for what is none.
         ("--optimizer muon", Count(dense=1000), 2 + 4 + 8),
@@ -149,6 +156,28 @@ def test_quantized_layers_keep_their_inputs_in_their_format():
 )
 def test_bytes_of_a_parameter(flags, count, total):
     assert state_bytes(job(DENSE + flags), count).total == pytest.approx(count.total * total)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_sets_keep_weights_that_every_microbatch_quantizes(again):
+    """Both copies until B; of layers that B runs once more only then; none that are gathered so."""
+    line = DENSE + "--num-experts 8 --moe-ffn-hidden-size 512 --fp8-format hybrid "
+    line += "--recompute-granularity selective --recompute-modules moe " if again else ""
+    flag = "--disable-parameter-transpose-cache "
+    plain, every, gathered, both = (
+        job(line + flags)
+        for flags in ("", flag, "--fp8-param-gather ", "--fp8-param-gather " + flag)
+    )
+
+    def sets(this):
+        return sums(this, layer(this, "*E"))
+
+    weights = layer_parameters(plain, 0)
+    kept = weights.dense if again else weights.dense + weights.expert
+    forward, back, once_more = (b - a for a, b in zip(sets(plain), sets(every)))
+    assert (forward, back) == (2 * kept, 0)
+    assert once_more == (2 * weights.expert if again else 0) and weights.expert
+    assert sets(gathered) == sets(both) == sets(plain)
 
 
 def test_fine_grained_offloading_keeps_no_experts_inputs():

@@ -105,6 +105,23 @@ def test_grouped_experts_without_fused_accumulation_allocate_their_gradients_in_
     assert more - waiting == 2 * 4 * 2 * 4096 * 4 * 4096
 
 
+def test_what_computes_its_weight_gradients_in_b_keeps_nothing_for_w():
+    """As training's log says: modules with userbuffers, and MLPs that are one operation."""
+    parallel, overlap = PARALLEL.format(4, "transformer_engine"), "--tp-comm-overlap"
+    fuser, experts = "--use-transformer-engine-op-fuser", "--num-experts 4 --moe-grouped-gemm"
+    te = "--transformer-impl transformer_engine"
+
+    def waiting(*flags):
+        return sums(this := job(*flags), layer(this, this.layers[0]))[1]
+
+    assert waiting(parallel) > waiting(parallel, overlap) == 0
+    for others in (te, PARALLEL.format(4, "local"), f"{parallel} --multi-latent-attention"):
+        assert waiting(others, overlap) == waiting(others) > 0
+    assert waiting(parallel, experts, overlap) < waiting(parallel, experts)
+    assert waiting(te, fuser) == waiting(te, experts, fuser) == waiting(te) - 20 * 4096 * 4096
+    assert waiting(fuser) == waiting(), "of Megatron's own layers"
+
+
 def test_attention_scores_without_flash_attention():
     """5as/h with a softmax in 16 bits; in fp32 its output is there too before it is cast."""
     flags = "--attention-dropout 0.1 --attention-backend unfused"

@@ -174,7 +174,7 @@ class ExpertGradients:
     def close(self) -> None:
         """Undo ``attach``."""
         while self._attached:
-            self._attached.pop().detach()
+            self._attached.pop().detach(self._store)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ class SplitBackward(Feature):
 
     def close(self) -> None:
         while self._attached:
-            self._attached.pop().detach()
+            self._attached.pop().detach(self._store)
         self._prepared = LastModels()
 
     def _prepare(self, step: Step) -> None:
