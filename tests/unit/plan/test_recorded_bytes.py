@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
 
-import pytest
-
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import split_of
 from megatron_ext.plan.memory import stage_bytes
@@ -50,7 +48,6 @@ def stages(words: list[str], count: int) -> str | list[list[int]]:
     return [[*astuple(one.parameters), *astuple(one.states), *one.sets] for one in found]
 
 
-@pytest.mark.matrix
 def test_no_byte_has_changed() -> None:
     now = {name: stages(words, count) for name, words, count in cases()}
     if os.environ.get("UPDATE_GOLDEN"):
