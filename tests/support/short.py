@@ -1,7 +1,8 @@
 """The short run: which tests of the default tiers it leaves to continuous integration.
 
 ``tests/ci_only.txt`` lists them: a file's path, then, indented, its tests, each as it follows the
-path in pytest's output; without parameters, a name stands for all of them.
+path in pytest's output. A name without parameters stands for all of them, a path alone for all
+tests of the file.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ LIST = ROOT / "tests" / "ci_only.txt"
 
 
 def entries(path: Path) -> set[tuple[str, str]]:
-    """Files from the repository's root, and tests in them."""
-    found, file = set(), ""
-    for line in path.read_text().splitlines():
-        if line.startswith(" "):
-            found.add((file, line.strip()))
-        else:
-            file = line
+    """Files from the repository's root, and tests in them, or none for all."""
+    found: set[tuple[str, str]] = set()
+    for block in re.split(r"\n(?! )", path.read_text().strip()):
+        file, *tests = block.split("\n    ")
+        found |= {(file, test) for test in tests or [""]}
     return found
 
 
@@ -40,12 +39,13 @@ def split(
     unused = {entry for entry in listed if entry[0] in {_names(item)[0] for item in items}}
     for item in items:
         file, with_parameters = _names(item)
-        matches = {(file, with_parameters), (file, with_parameters.split("[")[0])} & listed
+        names = (with_parameters, with_parameters.split("[")[0], "")
+        matches = {(file, name) for name in names} & listed
         unused -= matches
         (others if matches else kept).append(item)
     if unused:
-        names = ", ".join("::".join(entry) for entry in sorted(unused))
-        raise pytest.UsageError(f"{path.name} names no test: {names}")
+        every = ", ".join("::".join(entry) for entry in sorted(unused))
+        raise pytest.UsageError(f"{path.name} names no test: {every}")
     return kept, others
 
 

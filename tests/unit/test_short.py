@@ -18,9 +18,8 @@ def _items(*ids: str) -> Any:
 @pytest.fixture
 def listed(tmp_path: Path) -> Path:
     path = tmp_path / "list.txt"
-    path.write_text(
-        "a/test_a.py\n    test_x\n    Many::test_y[2]\na/test_b.py\n    test_v[core-1]\n"
-    )
+    files = ("a/test_a.py\n    test_x\n    Many::test_y[2]", "a/test_b.py\n    test_v[core-1]")
+    path.write_text("\n".join([*files, "a/test_d.py\n"]))
     return path
 
 
@@ -35,6 +34,11 @@ def test_one_parameter_or_all_of_them(listed: Path) -> None:
     kept, others = short.split(items, listed)
     assert kept == [items[2], items[4]]
     assert others == [items[0], items[1], items[3]]
+
+
+def test_a_whole_file(listed: Path) -> None:
+    items = _items("a/test_d.py::test_x", "a/test_d.py::Many::test_y[2]")
+    assert short.split(items, listed) == ([], items)
 
 
 def test_any_version_of_megatron(listed: Path) -> None:
