@@ -27,7 +27,8 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
             "one, or --kv-channels"
         )
     kv = given.get("kv_channels") or h // heads
-    groups = given.get("num_query_groups") or heads
+    # Megatron's default is one group.
+    groups = given.get("num_query_groups") or (1 if given.get("group_query_attention") else heads)
     if given.get("num_query_groups") and not given.get("group_query_attention"):
         groups = heads
         assumed.append("--num-query-groups has no effect without --group-query-attention")
