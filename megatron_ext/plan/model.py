@@ -150,7 +150,11 @@ class Job:
         tp, pairs = self.tensor_model_parallel_size, []
         pairs += [("--num-attention-heads", self.num_attention_heads, tp)]
         pairs += [("the query groups", max(self.num_query_groups, tp), tp)]
-        pairs += [("--seq-length", self.seq_length, self.context_parallel_size)]
+        cp, length = self.context_parallel_size, self.seq_length
+        # Two parts, so that causal attention is balanced.
+        parts, shares = cp if cp == 1 else 2 * cp, tp if self.sequence_parallel else 1
+        pairs += [("--seq-length (two parts a context-parallel rank)", length, parts)]
+        pairs += [("--seq-length of a context-parallel rank", length // cp, shares)]
         pairs += [("--ffn-hidden-size", self.ffn_hidden_size, tp)]
         kinds = "".join((*self.layers, *self.mtp_layers))
         pairs += [("--num-experts", self.num_experts, self.expert_model_parallel_size)]
@@ -159,7 +163,12 @@ class Job:
         pairs += [("--linear-num-key-heads", self.linear_num_key_heads, tp if "G" in kinds else 1)]
         for what, value, divisor in pairs:
             if value % divisor:
-                raise PlanError(f"{what} {value} cannot be divided by {divisor} ranks")
+                raise PlanError(f"{what} {value} cannot be divided by {divisor}")
+        if 0 < self.num_experts < self.moe_router_topk:
+            raise PlanError(
+                f"--moe-router-topk {self.moe_router_topk} is more than --num-experts "
+                f"{self.num_experts}"
+            )
         if self.use_precision_aware_optimizer and not self.use_distributed_optimizer:
             raise PlanError(
                 "--use-precision-aware-optimizer needs --use-distributed-optimizer; give both"

@@ -73,8 +73,8 @@ def exchange_rate(job: Job, gpu: Gpu) -> float:
     near = min(ep, max(1, node // job.expert_tensor_parallel_size))
     if near == ep:
         return gpu.peer
-    if job.moe_token_dispatcher_type == "allgather":  # a ring, as of ``collectives.py``
-        return min(gpu.peer, gpu.network * near * job.expert_tensor_parallel_size)
+    if job.moe_token_dispatcher_type == "allgather":
+        return gpu.ring(ep * job.expert_tensor_parallel_size)
     inside, outside = (near - 1) / (ep - 1), (ep - near) / (ep - 1)
     if job.moe_token_dispatcher_type == "flex":
         # What arrives in a node is passed on there.

@@ -111,7 +111,7 @@ def test_pictures(run, tmp_path):
         ),
         (f"--moe {DENSE}", "the model has none; give --num-experts too"),
         (f"--moe {DENSE} --moe-pipeline-chunks 4", "drop --moe-pipeline-chunks"),
-        (f"--moe {MODEL} --expert-model-parallel-size 24", "cannot be divided by 24 ranks"),
+        (f"--moe {MODEL} --expert-model-parallel-size 24", "cannot be divided by 24"),
         (f"--moe {MODEL} --gpu Z80", "unknown GPU 'Z80'"),
         (f"--moe {MODEL} --from-args '\"'", "cannot be split into words"),
         (

@@ -316,6 +316,10 @@ def test_a_v_has_both_ends_on_rank_0():
         ("--bf16 --fp16", "exclude each other"),
         ("--num-query-groups 7 --group-query-attention", "no multiple of 7"),
         ("--tensor-model-parallel-size 3", "cannot be divided by 3"),
+        # Megatron cuts a sequence into two parts a context-parallel rank, and those once more.
+        ("--context-parallel-size 2 --seq-length 66", "66 cannot be divided by 4"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 65", "65 cannot be div"),
+        ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than"),
         ("--num-experts 4 --moe-layer-freq __import__('os')", "--moe-layer-freq"),
         ("--recompute-granularity full", "--recompute-method"),
         ("--hidden-size many", "invalid int value"),
