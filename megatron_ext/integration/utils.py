@@ -153,9 +153,12 @@ def full_batch(args: MegatronArgs) -> int | None:
     steps: str | None = getattr(args, "step_batch_size_schedule", None)
     if not steps:
         return args.global_batch_size
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
     try:
-        return max(int(step.split(":")[1]) for step in steps.split())
-    except (IndexError, ValueError):
+        sizes = StepBatchsizeNumMicroBatchesCalculator._parse_schedule(steps, None)
+        return max(int(size) for _, size in sizes)
+    except ValueError:
         raise ConfigError(
             f"--step-batch-size-schedule {steps!r} is not of the form 'THRESHOLD:SIZE ...'; write "
             "e.g. '0:768 250B:1536'"

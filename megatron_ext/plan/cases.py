@@ -89,7 +89,7 @@ class _Forms:
         job, space, pp, m = self.job, self.space, self.pp, self.microbatches
         one = StageBytes(self.count, self.states, self.parts[0][1].sets)
         attention = sum(any(kind in ATTENTION for kind in kinds) for kinds in job.layers)
-        links = Links(space.gpu, space.gpu.devices_per_node)
+        links = Links(space.gpu)
         passes = [(self.forward, max(0.0, work - self.forward))]
         beside = overhead(job, links, [[one]], passes, [attention // pp], m, space.overlap).total
         sets = sum(number * part.sets.bytes_f_to_b for number, part in self.parts)

@@ -61,14 +61,10 @@ NO_OVERLAP = Overlap()
 
 
 class Links:
-    """Rates between the ranks of a job.
+    """Rates between the ranks of a job."""
 
-    Args:
-        node: devices of one node.
-    """
-
-    def __init__(self, gpu: Gpu, node: int) -> None:
-        self.gpu, self.node = gpu, node
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
 
     def ring(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of one reduce-scatter or all-gather of ``size`` bytes.
@@ -80,11 +76,7 @@ class Links:
         """
         if ranks < 2:
             return 0.0
-        inside = min(ranks, max(1, self.node // stride))
-        rate = self.gpu.peer
-        if inside < ranks:
-            rate = min(rate, self.gpu.network * inside)
-        return (ranks - 1) * (size / ranks / rate) + 2 * MESSAGE_S
+        return (ranks - 1) * (size / ranks / self.gpu.ring(ranks, stride)) + 2 * MESSAGE_S
 
     def data(self, job: Job, count: Count) -> tuple[float, float]:
         """Seconds for the gradients, and for the parameters, of one rank's ``count``."""

@@ -27,7 +27,8 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
             "one, or --kv-channels"
         )
     kv = given.get("kv_channels") or h // heads
-    groups = given.get("num_query_groups") or heads
+    # Megatron's default is one group.
+    groups = given.get("num_query_groups") or (1 if given.get("group_query_attention") else heads)
     if given.get("num_query_groups") and not given.get("group_query_attention"):
         groups = heads
         assumed.append("--num-query-groups has no effect without --group-query-attention")
@@ -64,8 +65,8 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         and given.get("pipeline_model_parallel_size", 1) > 1,
         vocab_chunks=given.get("pp_vocab_chunks") or 1,
         **layer_kinds(given),
-        **_precision(given),
-        **_recompute(given),
+        **precision(given),
+        **recompute(given),
         **_gradients(given),
         **_data_parallel(given, tp, assumed),
     )
@@ -123,7 +124,7 @@ def _dtype(given: dict[str, Any]) -> str:
     return "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
 
 
-def _precision(given: dict[str, Any]) -> dict[str, Any]:
+def precision(given: dict[str, Any]) -> dict[str, Any]:
     """FP8 and FP4: the recipe, and whether parameters are gathered in it."""
     eight, four = given.get("fp8_format"), given.get("fp4_format")
     if eight and four:
@@ -146,7 +147,8 @@ def _gradients(given: dict[str, Any]) -> dict[str, Any]:
     return {"grads_in_fp32": wide and not reduced, "grad_reduce_in_bf16": reduced}
 
 
-def _recompute(given: dict[str, Any]) -> dict[str, Any]:
+def recompute(given: dict[str, Any]) -> dict[str, Any]:
+    """What is recomputed, and offloaded by Megatron itself."""
     granularity = given.get("recompute_granularity")
     if given.get("recompute_activations"):
         granularity = "selective"

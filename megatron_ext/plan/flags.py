@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -75,6 +75,9 @@ FLAGS: dict[str, Any] = {
     "--overlap-param-gather": bool,
 }
 
+# Kinds of layers without a pattern: before core_v0.17 Megatron mixes them by ratios.
+_BY_RATIO = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio", "--is-hybrid-model")
+
 # What would make every number here wrong, and what to do instead.
 NOT_MODELLED = {
     "--use-megatron-fsdp": "shards parameters in another way",
@@ -87,6 +90,9 @@ NOT_MODELLED = {
     "--fp32-residual-connection": "doubles every message and residual",
     "--heterogeneous-layers-config-path": "gives every layer sizes of its own",
     "--heterogeneous-layers-config-encoded-json": "gives every layer sizes of its own",
+    **dict.fromkeys(
+        _BY_RATIO, "mixes kinds of layers, as --hybrid-override-pattern would in its place"
+    ),
 }
 
 # Also known, because they change what is counted here by less than its error or not at all.
@@ -130,17 +136,29 @@ def read(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     add_flags(parser)
     known, rest = parser.parse_known_args(list(tokens))
     ignored = [token.split("=", 1)[0] for token in rest if token.startswith("--")]
-    for flag in ignored:
-        if flag in NOT_MODELLED:
-            raise PlanError(
-                f"{flag} {NOT_MODELLED[flag]}, which plan does not model; leave it out and read "
-                "the numbers as a lower bound"
-            )
+    why = not_modelled({**vars(known), **values_of(rest)}.get)
+    if why is not None:
+        raise PlanError(
+            f"{why}, which plan does not model; leave it out and read the numbers as a lower bound"
+        )
     exclude_chunks(vars(known), rest)
     overlap.exclude_pairs(vars(known), rest)
     modules = graphed(values_of(rest))
     found = {**vars(known), **({"graphed": modules} if modules else {})}
     return found, [flag for flag in ignored if flag not in GRAPHS]
+
+
+def not_modelled(value: Callable[[str], Any]) -> str | None:
+    """What makes the model another one than plan's, and how; None: nothing does.
+
+    Args:
+        value: of one of Megatron's arguments, by name; None: it is not given.
+    """
+    pattern = value("hybrid_layer_pattern") or value("hybrid_override_pattern")
+    for flag, why in NOT_MODELLED.items():
+        if value(attribute(flag)) and not (pattern and flag in _BY_RATIO):
+            return f"{flag} {why}"
+    return None
 
 
 def notes_on(ignored: Sequence[str]) -> list[str]:

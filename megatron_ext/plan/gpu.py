@@ -39,7 +39,7 @@ class Gpu:
         ramp: inner products that every tile of a matrix product loses to its start and end.
         stream: share of ``bandwidth`` that kernels between the products reach.
         attention: share of ``flops`` that attention reaches, forward and backward together.
-        collective: share of ``peer`` that tensor-parallel collectives reach.
+        collective: share of the ring's rate that tensor-parallel collectives reach.
         collective_s: seconds of one of them beside its bytes, with the wait for the slowest rank.
         devices_per_node: that the peer link connects.
         exchange: of all-to-alls of experts' rows, bytes/s; 0: by the two links.
@@ -79,6 +79,16 @@ class Gpu:
                 raise PlanError(f"the device's {name} must be {limit}, got {value}")
         sources = dict(self.sources) | dict.fromkeys(given, "given")
         return replace(self, **given, sources=tuple(sources.items()))
+
+    def ring(self, ranks: int, stride: int = 1) -> float:
+        """Bytes/s of a ring, whose members in a node share its adapters.
+
+        Args:
+            ranks: members.
+            stride: distance of neighbours in the numbering of ranks.
+        """
+        inside = min(ranks, max(1, self.devices_per_node // stride))
+        return self.peer if inside == ranks else min(self.peer, self.network * inside)
 
     @property
     def has_rates_of_the_table(self) -> bool:

@@ -78,10 +78,11 @@ def dense(job: Job) -> Part:
 
 def routed_tokens(job: Job) -> int:
     """Tokens that one rank's experts get together, with balanced routing."""
-    tokens = job.tokens * job.moe_router_topk
-    # Sequence-sharded tokens meet those of the other ranks that share the experts.
-    share = job.expert_tensor_parallel_size / job.tensor_model_parallel_size
-    routed = int(tokens * share) if job.sequence_parallel else tokens
+    routed = job.tokens * job.moe_router_topk
+    tp, etp = job.tensor_model_parallel_size, job.expert_tensor_parallel_size
+    if job.sequence_parallel or tp == 1:
+        # A rank's own tokens meet those of the other ranks that share the experts.
+        routed = routed * etp // tp
     if job.moe_expert_capacity_factor:
         routed = int(routed * job.moe_expert_capacity_factor)
     return routed
@@ -130,6 +131,7 @@ def experts(job: Job) -> Part:
     if shared:
         tp = job.tensor_model_parallel_size
         work = work.plus(_activation(job, job.tokens, shared // tp)).plus(waits(job, SHARED, "moe"))
+        work = work.plus(exchange(job))
     whole = Part(
         (before.saved, *pieces, *dropout_mask(job)),
         parameters,
@@ -150,13 +152,22 @@ def _shared_expert(job: Job, source: str) -> Pieces:
 
 
 def _routing(job: Job, routed: int) -> Work:
-    """Sorting tokens to experts and back, and the exchange with expert-parallel ranks."""
-    width = job.moe_latent_size or job.hidden_size
-    sorted_twice = 4 * job.element_bytes * routed * width
-    ep = job.expert_model_parallel_size
+    """Sorting tokens to experts and back, and the exchange with the ranks of all experts.
+
+    Every rank gets all tokens from the dispatcher allgather, and routed rows from others: of
+    expert-parallel ranks by all-to-alls, then of the ranks that have parts of the same experts.
+    """
+    row = 2 * job.element_bytes * (job.moe_latent_size or job.hidden_size)  # there and back
+    ep, etp = job.expert_model_parallel_size, job.expert_tensor_parallel_size
+    own = routed / etp
+    sent, gathered = own * (ep - 1) / ep, own * (etp - 1)
+    if job.moe_token_dispatcher_type == "allgather":
+        sent, gathered = job.sharded_tokens * (ep * etp - 1), 0
     return Work(
-        moved=sorted_twice,
-        moved_back=sorted_twice,
+        moved=2 * row * routed,
+        moved_back=2 * row * routed,
         kernels=10,
-        expert_bytes=2 * job.element_bytes * routed * width * (ep - 1) / ep,
+        tensor_bytes=row * gathered,
+        collectives=2 * (gathered > 0),
+        expert_bytes=row * sent,
     )

@@ -147,19 +147,14 @@ class Job:
         Raises:
             PlanError: with the numbers and the fix.
         """
-        tp, pairs = self.tensor_model_parallel_size, []
-        pairs += [("--num-attention-heads", self.num_attention_heads, tp)]
-        pairs += [("the query groups", max(self.num_query_groups, tp), tp)]
-        pairs += [("--seq-length", self.seq_length, self.context_parallel_size)]
-        pairs += [("--ffn-hidden-size", self.ffn_hidden_size, tp)]
-        kinds = "".join((*self.layers, *self.mtp_layers))
-        pairs += [("--num-experts", self.num_experts, self.expert_model_parallel_size)]
-        pairs += [("the Mamba heads", self.mamba_heads, tp if "M" in kinds else 1)]
-        pairs += [("--mamba-num-groups", self.mamba_num_groups, tp if "M" in kinds else 1)]
-        pairs += [("--linear-num-key-heads", self.linear_num_key_heads, tp if "G" in kinds else 1)]
-        for what, value, divisor in pairs:
+        for what, value, divisor in _shared(self):
             if value % divisor:
-                raise PlanError(f"{what} {value} cannot be divided by {divisor} ranks")
+                raise PlanError(f"{what} {value} cannot be divided by {divisor}")
+        if 0 < self.num_experts < self.moe_router_topk:
+            raise PlanError(
+                f"--moe-router-topk {self.moe_router_topk} is more than --num-experts "
+                f"{self.num_experts}"
+            )
         if self.use_precision_aware_optimizer and not self.use_distributed_optimizer:
             raise PlanError(
                 "--use-precision-aware-optimizer needs --use-distributed-optimizer; give both"
@@ -273,3 +268,23 @@ class Job:
     def with_(self, **changes: Any) -> Job:
         """The same job with other values."""
         return replace(self, **changes)
+
+
+def _shared(job: Job) -> list[tuple[str, int, int]]:
+    """What is cut into equal parts: its name, its size, and how many."""
+    tp, cp, length = job.tensor_model_parallel_size, job.context_parallel_size, job.seq_length
+    kinds = "".join((*job.layers, *job.mtp_layers))
+    mamba, delta = tp if "M" in kinds else 1, tp if "G" in kinds else 1
+    # Of a sequence two parts, so that causal attention is balanced.
+    parts, shares = cp if cp == 1 else 2 * cp, tp if job.sequence_parallel else 1
+    return [
+        ("--num-attention-heads", job.num_attention_heads, tp),
+        ("the query groups", max(job.num_query_groups, tp), tp),
+        ("--seq-length (two parts a context-parallel rank)", length, parts),
+        ("--seq-length of a context-parallel rank", length // cp, shares),
+        ("--ffn-hidden-size", job.ffn_hidden_size, tp),
+        ("--num-experts", job.num_experts, job.expert_model_parallel_size),
+        ("the Mamba heads", job.mamba_heads, mamba),
+        ("--mamba-num-groups", job.mamba_num_groups, mamba),
+        ("--linear-num-key-heads", job.linear_num_key_heads, delta),
+    ]

@@ -11,7 +11,7 @@ many small chunks are slower than one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import comb
+from math import comb, inf
 
 from ..moe.plan import (
     STOCK,
@@ -60,7 +60,7 @@ MARGIN = 0.02  # a plan must be faster than a simpler one by this, as in trainin
 
 
 def exchange_rate(job: Job, gpu: Gpu) -> float:
-    """Bytes/s at which a device's routed rows travel to other expert-parallel ranks.
+    """Bytes/s at which rows travel between a device and other expert-parallel ranks.
 
     Rows to ranks of the same node go over the peer link, at the same time as the others over the
     network; the slower of both counts. A flex dispatcher (DeepEP, HybridEP) sends a token once to
@@ -73,6 +73,8 @@ def exchange_rate(job: Job, gpu: Gpu) -> float:
     near = min(ep, max(1, node // job.expert_tensor_parallel_size))
     if near == ep:
         return gpu.peer
+    if job.moe_token_dispatcher_type == "allgather":
+        return gpu.ring(ep * job.expert_tensor_parallel_size)
     inside, outside = (near - 1) / (ep - 1), (ep - near) / (ep - 1)
     if job.moe_token_dispatcher_type == "flex":
         # What arrives in a node is passed on there.
@@ -105,11 +107,17 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
     shape, rows = shape_of(job), routed_tokens(job)
     linears = [one for one in experts(without_chunks(job)).linears if one.expert]
     own = linears[0].weights
+    gathers = job.moe_token_dispatcher_type == "allgather"
+    sends = job.with_(moe_token_dispatcher_type="alltoall")
+    rate = exchange_rate(sends, gpu)
+    slower = 1.0 if rate == inf else exchange_rate(job, gpu) / rate
 
     def costs(plan: LayerPlan) -> ChunkTimes:
         chunk = -(-rows // plan.chunks)
-        routing = _routing(job, chunk)
-        message = price(Part((), work=Work(expert_bytes=routing.expert_bytes)))[0] / 2
+        own_messages = gathers and not plan.stock  # all-to-alls in place of the dispatcher's
+        routing = _routing(sends if own_messages else job, chunk)
+        sent = routing.expert_bytes * (slower if own_messages else 1)
+        message = price(Part((), work=Work(expert_bytes=sent)))[0] / 2
         activation, launched = _activation(job, chunk, shape.ffn), of_experts(job, own)
         fc1, fc2 = (one._replace(rows=chunk) for one in linears)
         whole = price(Part(tuple(linears)))[2]

@@ -10,12 +10,14 @@
      "hop": 0.0001,
      "to_host": 2.1e10,
      "to_device": 2.2e10,
-     "model": {"hidden_size": 4096, "seq_length": 8192, ...}}
+     "model": {"hidden_size": 4096, "seq_length": 8192, ...},
+     "settings": {"recomputation": "full uniform 1", "quantization": "none"}}
 
 ``stages`` are seconds of one microbatch's passes, one row a stage in model order; ``set_bytes``
 are the bytes that one set of each stage keeps from F to B, ``weight_set_bytes`` from B to W;
 ``hop`` is seconds from a pass's end to its message's arrival, ``to_host`` and ``to_device`` are
-bytes/s; ``model`` is what the profile was measured on, by Megatron's argument names. All but
+bytes/s; ``model`` is what the profile was measured on, by Megatron's argument names, and
+``settings`` in words. All but
 ``format``, ``micro_batch_size``, ``layers`` and ``stages`` may be left out: the models fill them
 in.
 """
@@ -57,6 +59,24 @@ class Measurable(Protocol):
     def num_layers(self) -> int | None: ...
     @property
     def cheap_recompute(self) -> bool: ...
+    @property
+    def recipe(self) -> str | None: ...
+
+
+def settings(one: Any, recipe: str | None, cheap: bool) -> dict[str, str]:
+    """What makes times and bytes others beside sizes, in words.
+
+    Args:
+        one: a job, Megatron's arguments, or a model's configuration.
+        recipe: of FP8 or FP4; None: 16 or 32 bits.
+        cheap: with ``--pp-cheap-recompute``, whose modules do not count.
+    """
+    granularity = getattr(one, "recompute_granularity", None)
+    modules = set(one.recompute_modules or ()) if granularity == "selective" else set()
+    text = ", ".join(sorted(modules - ({"layernorm", "moe_act"} if cheap else set())))
+    if granularity == "full":
+        text = f"full {one.recompute_method} {one.recompute_num_layers or 1}"
+    return {"recomputation": text or "none", "quantization": recipe or "none"}
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,7 @@ class Profile:
     to_host: float | None = None
     to_device: float | None = None
     model: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
     path: str = field(default="", compare=False)  # where it was read from
 
     @classmethod
@@ -124,6 +145,7 @@ class Profile:
             raise ValueError(
                 f'"model" may have {", ".join(MODEL)}, found {shown(", ".join(model))}'
             )
+        words = {str(name): str(value) for name, value in data.get("settings", {}).items()}
         return cls(
             whole(data["micro_batch_size"], "micro_batch_size", 1),
             layers,
@@ -134,6 +156,7 @@ class Profile:
             path="",
             **rates,
             model=model,
+            settings=words,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -150,6 +173,7 @@ class Profile:
             "to_host": self.to_host,
             "to_device": self.to_device,
             "model": self.model or None,
+            "settings": self.settings or None,
         }
         return {name: value for name, value in data.items() if value is not None}
 
@@ -179,6 +203,13 @@ class Profile:
                 raise PlanError(
                     f"the profile was measured with {flag_of(name)} {measured}, but the "
                     f"job has {own}; measure again with --pp-profile-steps"
+                )
+        for name, here in settings(job, job.recipe, job.cheap_recompute).items():
+            there = self.settings.get(name, here)
+            if there != here:
+                raise PlanError(
+                    f"the profile was measured with {name} {shown(there)}, but the job has {here}; "
+                    "measure again with --pp-profile-steps"
                 )
         if self.cheap_recompute != job.cheap_recompute:
             there, here = ("with", "without") if self.cheap_recompute else ("without", "with")

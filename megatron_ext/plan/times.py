@@ -62,6 +62,7 @@ class _Model:
         self.rate, self.attention = peak * gpu.efficiency, peak * gpu.attention
         self.bandwidth = gpu.bandwidth * gpu.stream
         self.expert_link = exchange_rate(job, gpu)
+        self.tensor_link = gpu.ring(job.tensor_model_parallel_size) * gpu.collective
 
     def multiply(self, outputs: int, inner: float, rate: float) -> float:
         """Seconds of products with ``outputs`` numbers, each the sum of ``inner`` ones.
@@ -102,7 +103,7 @@ class _Model:
     def work(self, work: Work) -> PassTimes:
         """Kernels between the products, from the bytes that they read and write."""
         gpu = self.gpu
-        sent = work.tensor_bytes / (gpu.peer * gpu.collective) + work.collectives * gpu.collective_s
+        sent = work.tensor_bytes / self.tensor_link + work.collectives * gpu.collective_s
         sent += self.exchange(work)
         kernels = work.kernels * KERNEL_S
         ahead, back = work.launches * HOST_S, work.launches_back * HOST_S

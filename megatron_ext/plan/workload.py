@@ -65,7 +65,7 @@ class Workload:
 
     def overhead(self, placement: Placement) -> Overhead:
         """What an iteration does beside its passes, on the rank where that takes longest."""
-        links = Links(self.gpu, self.gpu.devices_per_node)
+        links = Links(self.gpu)
         rows = [[self.stages[s] for s in row] for row in placement.stages]
         costs, layers, split = self.costs.stages or (), self.job.layers, self.split.stages
         passes = [

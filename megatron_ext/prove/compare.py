@@ -248,9 +248,9 @@ def _size(tensor: torch.Tensor) -> float:
 
 
 def _off(a: torch.Tensor, b: torch.Tensor, scale: float) -> float:
-    """The largest difference over ``scale``; infinite where either is no number."""
+    """The largest difference over ``scale``; infinite where either is no number, or that is 0."""
     difference = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-    if math.isnan(difference):
+    if math.isnan(difference) or (difference and not scale):
         return math.inf
     return difference / scale if difference else 0.0
 

@@ -21,6 +21,7 @@ from megatron_ext.integration.features.schedule.pipeline import prepare
 from megatron_ext.integration.features.schedule.rules import COUNT, RULES
 from megatron_ext.integration.flags import GROUP, add_arguments, defaults
 from megatron_ext.integration.offload_request import OffloadRequest
+from megatron_ext.integration.utils import full_batch
 from megatron_ext.plan.refusals import FILE, of_names
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.generators.vocabulary import add_vocabulary
@@ -190,6 +191,18 @@ def test_features_that_do_not_work_together(rule: Conflict, tmp_path: Path) -> N
         assert rule.reason in refusal("zb-h1", **used)
     for off in (None, False, *rule.off):
         before_megatron(arguments(**{rule.attribute: off}), ScheduleRequest.of("v-half"))
+
+
+@pytest.mark.parametrize("steps", ["0:768 250B:1536", "0:768,250B:1536", "1T:1.536K, 0:768"])
+def test_the_largest_of_a_schedule_of_batch_sizes(steps: str) -> None:
+    """In all forms that Megatron reads."""
+    assert full_batch(arguments(step_batch_size_schedule=steps)) == 1536
+
+
+def test_a_schedule_of_batch_sizes_that_is_none() -> None:
+    for steps in ("768", "0:many", " "):
+        with pytest.raises(ConfigError, match="THRESHOLD:SIZE"):
+            full_batch(arguments(step_batch_size_schedule=steps))
 
 
 def broken_rules(folder: Path) -> list[tuple[str, dict[str, Any], dict[str, Any], str]]:

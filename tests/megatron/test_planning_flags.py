@@ -220,6 +220,12 @@ class TestProfileFlag:
             ({"micro_batch_size": 1}, {}, "--micro-batch-size 1, but the job has 2"),
             ({"model": {"hidden_size": 32}}, {}, "--hidden-size 32, but the job has 64"),
             ({"cheap_recompute": True}, {}, "with --pp-cheap-recompute, but the job is without"),
+            (
+                {"settings": {"recomputation": "full uniform 1"}},
+                {"recompute_activations": True},
+                "recomputation 'full uniform 1', but the job has core_attn",
+            ),
+            ({"settings": {"quantization": "none"}}, {"fp8": "hybrid"}, "the job has delayed"),
         ],
     )
     def test_is_refused(

@@ -109,6 +109,17 @@ def first(tmp_path, layout, change, **options):
     return made.differences[0]
 
 
+def test_numbers_where_one_process_has_zeros_alone(tmp_path):
+    """As the bias of a router's choice while all experts get as many tokens."""
+    zeros = only("gradient", torch.zeros_like)
+    write(tmp_path / "one", Layout(), zeros)
+    write(tmp_path / "zeros", Layout(2), zeros)
+    write(tmp_path / "run", Layout(2))
+    assert compare(tmp_path / "zeros", 2, tmp_path / "one", 1, "double").equal
+    (found,) = compare(tmp_path / "run", 2, tmp_path / "one", 1, "double").differences
+    assert str(found.key) == "gradient of w" and " off " not in found.text
+
+
 def only(what, spoil, ranks=None):
     """A change of one kind of tensor."""
 

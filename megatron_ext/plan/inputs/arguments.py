@@ -8,7 +8,7 @@ from typing import Any
 
 from ..._input import attribute, parse_json, read_text, reason, shown
 from ..divisions import SIZES
-from ..flags import FLAGS, NOT_MODELLED
+from ..flags import FLAGS, not_modelled
 from ..launches import graphed
 from ..model import PlanError
 
@@ -34,9 +34,9 @@ def of_arguments(values: Mapping[str, Any], source: str) -> Given:
     Raises:
         PlanError: a value of another kind, or a model that plan does not express.
     """
-    for flag, why in NOT_MODELLED.items():
-        if values.get(attribute(flag)):
-            raise PlanError(f"{source}: {flag} {why}, which plan does not model")
+    why = not_modelled(values.get)
+    if why is not None:
+        raise PlanError(f"{source}: {why}, which plan does not model")
     given: Given = {}
     for flag, kind in FLAGS.items():
         name = attribute(flag)

@@ -24,6 +24,7 @@ _MIXTURE = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "num_experts_per_tok": "moe_router_topk",
 }
+_GROUPED: Given = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
 _LATENT = {
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_head_dim": "qk_head_dim",
@@ -153,7 +154,7 @@ def _qwen3(config: _Config) -> Given:
 
 def _experts(config: _Config, count: str) -> Given:
     given = config.take(_MIXTURE)
-    return given | {"num_experts": config.number(count), "moe_grouped_gemm": True}
+    return given | {"num_experts": config.number(count)} | _GROUPED
 
 
 def _qwen2_moe(config: _Config) -> Given:
@@ -189,15 +190,18 @@ def _qwen3_next(config: _Config) -> Given:
 
 def _mixtral(config: _Config) -> Given:
     ffn = config.number("intermediate_size")
-    given = {"moe_ffn_hidden_size": ffn, "moe_router_topk": config.number("num_experts_per_tok")}
-    given |= {"num_experts": config.number("num_local_experts"), "moe_grouped_gemm": True}
+    given: Given = {
+        "moe_ffn_hidden_size": ffn,
+        "moe_router_topk": config.number("num_experts_per_tok"),
+    }
+    given |= {"num_experts": config.number("num_local_experts")} | _GROUPED
     return _windowed(config) | given
 
 
 def _gpt_oss(config: _Config) -> Given:
     ffn = config.number("intermediate_size")
     given: Given = {"ffn_hidden_size": ffn, "moe_ffn_hidden_size": ffn}
-    given |= {"num_experts": config.number("num_local_experts"), "moe_grouped_gemm": True}
+    given |= {"num_experts": config.number("num_local_experts")} | _GROUPED
     window = config.number("sliding_window")
     return given | {
         "moe_router_topk": config.number("num_experts_per_tok"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from fractions import Fraction
 
@@ -15,7 +16,7 @@ from megatron_ext.plan.collectives import Links, Overlap, overhead
 from megatron_ext.plan.divisions import divisions
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import gpu_of
-from megatron_ext.plan.layout import Split
+from megatron_ext.plan.layout import Split, even_split
 from megatron_ext.plan.memory import stage_bytes, states_of
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.parameters import Count
@@ -23,6 +24,7 @@ from megatron_ext.plan.point import evaluate
 from megatron_ext.plan.search import Search
 from megatron_ext.plan.space import SearchSpace
 from megatron_ext.plan.stock import of_stock
+from megatron_ext.plan.times import stage_times
 from megatron_ext.plan.vocabulary import rank_work
 from megatron_ext.schedule import Placement
 
@@ -221,7 +223,7 @@ def test_impossible_grids(change, words):
 
 
 def test_a_ring_in_and_between_nodes():
-    links = Links(A100, 8)
+    links = Links(A100)
     size = 8 * 10**9
     inside, across = links.ring(size, 8, 1), links.ring(size, 8, 8)
     assert inside == pytest.approx(7e9 / A100.peer, rel=0.01)
@@ -231,9 +233,20 @@ def test_a_ring_in_and_between_nodes():
     assert links.ring(size, 1, 1) == 0.0
 
 
+def test_tensor_parallel_ranks_of_several_nodes_use_the_network():
+    one = "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 1"
+    job = job_of(given(f"{WIDE} {one}"))
+    slow = A100.with_(network=1e9)
+    inside, across, none = (
+        stage_times(job, even_split(job.num_layers, 1), gpu)[0].forward
+        for gpu in (slow, slow.with_(devices_per_node=4), slow.with_(peer=math.inf))
+    )
+    assert across - none == pytest.approx((inside - none) * A100.peer / 4e9, rel=0.01)
+
+
 def test_what_data_parallel_ranks_exchange():
     job = next(j for j in divisions(given(WIDE)) if j.data_parallel_size == 8)
-    links = Links(A100, 8)
+    links = Links(A100)
     gradients, parameters = links.data(job, Count(dense=10**9))
     assert gradients == pytest.approx(2 * parameters, rel=0.01), "fp32 gradients, bf16 parameters"
     whole = links.data(job.with_(use_distributed_optimizer=False), Count(dense=10**9))
@@ -259,15 +272,15 @@ def test_what_data_parallel_ranks_exchange():
 def test_attention_hides_context_parallel_exchange():
     jobs = divisions(given(SMALL.replace("length 4096", "length 16384")))
     job = next(j for j in jobs if j.context_parallel_size == 2)
-    assert Links(A100, 8).context(job) == (0.0, 0.0)
-    slow = Links(A100.with_(peer=1e9), 8).context(job)
+    assert Links(A100).context(job) == (0.0, 0.0)
+    slow = Links(A100.with_(peer=1e9)).context(job)
     assert slow[0] > 0 and slow[1] > slow[0]
 
 
 def test_an_optimizer_on_the_host_takes_time_too():
     """Of a parameter on the host, 4 bytes of gradient go there and 4 of the parameter come back."""
     line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16 "
-    links, count = Links(A100, 8), Count(12_000_000)
+    links, count = Links(A100), Count(12_000_000)
     here, half, away = (
         links.optimizer(job_of(read(f"{line}{more}".split())[0]), count)
         for more in (

@@ -310,9 +310,16 @@ def test_a_v_has_both_ends_on_rank_0():
             "--cpu-offloading --cpu-offloading-num-layers 2",
             "without a pipeline only.* does not model",
         ),
+        # Megatron 0.16's own example, examples/mamba/train.sh.
+        ("--hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5", "does not model"),
+        ("--is-hybrid-model", "--hybrid-override-pattern"),
         ("--bf16 --fp16", "exclude each other"),
         ("--num-query-groups 7 --group-query-attention", "no multiple of 7"),
         ("--tensor-model-parallel-size 3", "cannot be divided by 3"),
+        # Megatron cuts a sequence into two parts a context-parallel rank, and those once more.
+        ("--context-parallel-size 2 --seq-length 66", "66 cannot be divided by 4"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 65", "65 cannot be div"),
+        ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than"),
         ("--num-experts 4 --moe-layer-freq __import__('os')", "--moe-layer-freq"),
         ("--recompute-granularity full", "--recompute-method"),
         ("--hidden-size many", "invalid int value"),
@@ -321,3 +328,14 @@ def test_a_v_has_both_ends_on_rank_0():
 def test_what_cannot_be_planned_is_said(flags, words):
     with pytest.raises(PlanError, match=words):
         job(flags)
+
+
+def test_a_pattern_says_what_ratios_leave_open():
+    given = "--hybrid-override-pattern M-M*M-M- --hybrid-attention-ratio 0.125 --is-hybrid-model"
+    assert "".join(job(given).layers) == "M-M*M-M-"
+
+
+def test_grouped_queries_are_one_group_by_default():
+    alone = job("--group-query-attention")
+    assert alone == job("--group-query-attention --num-query-groups 1")
+    assert alone.num_query_groups == 1 < job().num_query_groups

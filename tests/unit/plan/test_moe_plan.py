@@ -13,7 +13,7 @@ from megatron_ext.plan.gpu import gpu_of
 from megatron_ext.plan.kinds import layer
 from megatron_ext.plan.layout import even_split
 from megatron_ext.plan.memory import rank_bytes, stage_bytes
-from megatron_ext.plan.mlp import routed_tokens
+from megatron_ext.plan.mlp import _routing, routed_tokens
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.moe_job import exclude_chunks, fixed_plan, shape_of, with_plan
 from megatron_ext.plan.moe_times import (
@@ -22,6 +22,7 @@ from megatron_ext.plan.moe_times import (
     exchange_rate,
     job_run,
 )
+from megatron_ext.plan.parts import exchange
 from megatron_ext.plan.search import Search
 from megatron_ext.plan.space import SearchSpace
 from megatron_ext.plan.times import moe_variants, price_of, stage_times
@@ -32,8 +33,10 @@ SPREAD = (  # experts over 4 nodes: the network binds
     "--disable-bias-linear --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 1536 "
     "--moe-grouped-gemm --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 "
     "--vocab-size 64000 --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer "
-    "--pipeline-model-parallel-size 4 --world-size 128 --global-batch-size 256"
+    "--pipeline-model-parallel-size 4 --world-size 128 --global-batch-size 256 "
+    "--moe-token-dispatcher-type alltoall"
 )
+TWO = "--tensor-model-parallel-size 2 --sequence-parallel"
 DENSE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
 RESTORING = [one.value for one in Strategy if one is not Strategy.NONE]
 PLANS = [(n, one.value) for n in (1, 2, 4, 8) for one in Strategy]
@@ -180,6 +183,57 @@ def test_a_flex_dispatcher_sends_a_token_once_to_each_node():
     assert moe_variants(flex, gpu) == [flex]
 
 
+@pytest.mark.parametrize(
+    ("more", "sent", "gathered"),
+    [
+        ("", 8 * 31 / 32, 0),
+        # Sequence-parallel ranks have half of the tokens each, and get those of the other.
+        (f"{TWO} --expert-tensor-parallel-size 2 --expert-model-parallel-size 8", 4 * 7 / 8, 4),
+        (f"{TWO} --expert-tensor-parallel-size 2 --expert-model-parallel-size 1", 0, 4),
+        # With more ranks to an expert than to other weights each has tokens of its own.
+        ("--expert-tensor-parallel-size 2 --expert-model-parallel-size 8", 8 * 7 / 8, 8),
+        # All tokens of all ranks, whatever experts they go to; Megatron's default.
+        ("--moe-token-dispatcher-type allgather", 31, 0),
+        (f"{TWO} --moe-token-dispatcher-type allgather --expert-model-parallel-size 16", 15 / 2, 0),
+    ],
+)
+def test_what_a_dispatcher_exchanges(more, sent, gathered):
+    """Rows that a rank gets, each of them there and back."""
+    one = job(more)
+    work, row = _routing(one, routed_tokens(one)), 2 * 2 * 4096 * 4096  # of a sequence's tokens
+    assert work.expert_bytes == pytest.approx(row * sent)
+    assert (work.tensor_bytes, work.collectives) == (row * gathered, 2 * (gathered > 0))
+
+
+def test_ranks_that_share_an_expert_have_the_rows_of_all_of_them():
+    """As training counts them (``features/moe/flags.py``)."""
+    more = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 2"
+    assert routed_tokens(job(more)) == 2 * routed_tokens(job())
+    assert routed_tokens(job(more, TWO)) == routed_tokens(job())
+
+
+def test_a_shared_expert_is_tensor_parallel():
+    experts_alone, with_shared = (
+        layer(one, one.layers[0])[1].work
+        for one in (job(TWO), job(TWO, "--moe-shared-expert-intermediate-size 1536"))
+    )
+    assert with_shared.tensor_bytes - experts_alone.tensor_bytes == exchange(job(TWO)).tensor_bytes
+    assert with_shared.collectives - experts_alone.collectives == 2
+
+
+def test_all_gathers_take_a_ring_and_chunks_do_not():
+    gpu, plan = gpu_of("H100"), LayerPlan.of(2, "none")
+    gathers, sends = job("--moe-token-dispatcher-type allgather"), job()
+    assert exchange_rate(gathers.with_(expert_model_parallel_size=8), gpu) == gpu.peer
+    # Members of a node use all of its adapters.
+    slow = gpu.with_(network=gpu.peer / 10)
+    assert exchange_rate(gathers, slow) == pytest.approx(0.8 * gpu.peer)
+    calls = [job_run(one, gpu, price_of(one, gpu), plan) for one in (gathers, sends)]
+    assert calls[0].time == pytest.approx(calls[1].time)
+    stock = [job_run(one, gpu, price_of(one, gpu), STOCK) for one in (gathers, sends)]
+    assert stock[0].time != pytest.approx(stock[1].time, rel=0.01)
+
+
 # --- what a search proposes ---
 
 
@@ -276,7 +330,7 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
             "moe_router",
             "with --cuda-graph-modules moe_router",
         ),
-        ("--num-experts 100", "--num-experts 100 cannot be divided by 32 ranks"),
+        ("--num-experts 100", "--num-experts 100 cannot be divided by 32"),
         (
             "--moe-pipeline-chunks 2 --moe-memory-reuse s4 --recompute-granularity full "
             "--recompute-method uniform",

@@ -28,6 +28,7 @@ PROFILE = Profile(
     to_host=1000.0,
     to_device=2000.0,
     model={"hidden_size": 64, "seq_length": 32, "tensor_model_parallel_size": 1},
+    settings={"recomputation": "none", "quantization": "none"},
 )
 
 
@@ -48,6 +49,12 @@ def test_a_file_holds_all_of_it_exactly(tmp_path):
         ({"seq_length": 64}, "--seq-length 32, but the job has 64"),
         ({"micro_batch_size": 2}, "--micro-batch-size 1, but the job has 2"),
         ({"num_layers": 8}, "--num-layers 4, but the job has 8"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "full uniform 1"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ("mlp", "core_attn")},
+            "recomputation 'none', but the job has core_attn, mlp",
+        ),
+        ({"recipe": "delayed"}, "quantization 'none', but the job has delayed"),
         ({"cheap_recompute": True}, "without --pp-cheap-recompute, but the job is with"),
     ],
 )

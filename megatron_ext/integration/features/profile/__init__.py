@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
+from ....plan.defaults import precision, recompute
 from ....plan.model import PlanError
 from ....plan.profile import Profile
 from ....runtime.trace import Recorder
@@ -92,10 +93,11 @@ class ProfileSteps(Feature):
         args, path = run.args, run.args.pp_profile
         if run.request is None or path is None or args.pp_profile_steps is not None:
             return
-        own = SimpleNamespace(**vars(args), cheap_recompute=bool(args.pp_cheap_recompute))
+        given = {**vars(args), "cheap_recompute": bool(args.pp_cheap_recompute)}
+        given |= {f"{kind}_format": given.get(kind) for kind in ("fp8", "fp4")}
         try:
             run.profile = Profile.load(path)
-            run.profile.require(own)
+            run.profile.require(SimpleNamespace(**given | precision(given) | recompute(given)))
         except PlanError as error:
             raise READ.broken(path=path, error=error) from None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...._input import attribute
 from ....plan.budget import Budget
-from ....plan.flags import FLAGS, GRAPHS, NOT_MODELLED, graphed, job_of
+from ....plan.flags import FLAGS, GRAPHS, graphed, job_of, not_modelled
 from ....plan.layout import Split, read_layout
 from ....plan.memory import growth
 from ....plan.model import Job, PlanError
@@ -35,9 +35,9 @@ def job_of_args(args: MegatronArgs) -> Job:
     Raises:
         PlanError: the model is not one that is modelled, or its numbers contradict each other.
     """
-    for flag, why in NOT_MODELLED.items():
-        if getattr(args, attribute(flag), None):
-            raise PlanError(f"{flag} {why}, which is not modelled")
+    why = not_modelled(lambda name: getattr(args, name, None))
+    if why is not None:
+        raise PlanError(f"{why}, which is not modelled")
     given: dict[str, Any] = {}
     for flag, kind in FLAGS.items():
         name = attribute(flag)
