@@ -29,7 +29,7 @@ test:
 
 # First the runs that have a limit of processor time: searches of the third are full.
 nightly:
-	scripts/test.sh --processor-budget=700
+	scripts/test.sh --processor-budget=800
 	scripts/test.sh --ci --processor-budget=1800
 	scripts/test.sh --all
 	scripts/gpu_suite.sh
