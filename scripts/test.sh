@@ -55,7 +55,7 @@ check shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
 
 # All of it in several processes: most tests wait for ranks or for imports. A file stays in one
 # process, so what its tests share is made once; the slowest tiers come first.
-if [[ $# -eq 0 || "$*" == --all || "$*" =~ ^(--ci ?)?(--processor-budget=[0-9]+)?$ ]]; then
+if [[ "$*" == --all || "$*" =~ ^(--ci ?)?(--processor-budget=[0-9]+)?$ ]]; then
     workers=$(($(getconf _NPROCESSORS_ONLN) + 2))
     set -- "$@" --workers $((workers < 6 ? workers : 6)) --durations=25
 fi

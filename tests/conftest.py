@@ -124,7 +124,7 @@ def _selected(config: pytest.Config, tier: str) -> bool:
 
 
 def _short(config: pytest.Config) -> bool:
-    """Whether this is a run of everything in which continuous integration has more tests."""
+    """Whether the tests of ``tests/ci_only.txt`` are not in this run."""
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return everything and not any(map(config.getoption, ("--ci", "--all", "-k")))
 

@@ -17,9 +17,8 @@
 are the bytes that one set of each stage keeps from F to B, ``weight_set_bytes`` from B to W;
 ``hop`` is seconds from a pass's end to its message's arrival, ``to_host`` and ``to_device`` are
 bytes/s; ``model`` is what the profile was measured on, by Megatron's argument names, and
-``settings`` in words. All but
-``format``, ``micro_batch_size``, ``layers`` and ``stages`` may be left out: the models fill them
-in.
+``settings`` in words. All but ``format``, ``micro_batch_size``, ``layers`` and ``stages`` may be
+left out: the models fill them in.
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ MODEL = (
     *("hidden_size", "seq_length", "tensor_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size",),
 )
+SETTINGS = ("recomputation", "quantization")  # beside them, in words
 
 
 class Measurable(Protocol):
@@ -76,7 +76,7 @@ def settings(one: Any, recipe: str | None, cheap: bool) -> dict[str, str]:
     text = ", ".join(sorted(modules - ({"layernorm", "moe_act"} if cheap else set())))
     if granularity == "full":
         text = f"full {one.recompute_method} {one.recompute_num_layers or 1}"
-    return {"recomputation": text or "none", "quantization": recipe or "none"}
+    return dict(zip(SETTINGS, (text or "none", recipe or "none")))
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,13 @@ class Profile:
             raise ValueError(
                 f'"model" may have {", ".join(MODEL)}, found {shown(", ".join(model))}'
             )
-        words = {str(name): str(value) for name, value in data.get("settings", {}).items()}
+        words = data.get("settings", {})
+        known = isinstance(words, dict) and words.keys() <= set(SETTINGS)
+        if not (known and all(isinstance(text, str) for text in words.values())):
+            raise ValueError(
+                f'"settings" may have {", ".join(SETTINGS)}, each with words, found '
+                f"{shown(str(words))}; measure again with --pp-profile-steps"
+            )
         return cls(
             whole(data["micro_batch_size"], "micro_batch_size", 1),
             layers,

@@ -1,4 +1,4 @@
-"""The short run: which tests of the default tiers it leaves to continuous integration.
+"""The short run: which tests of the default tiers run in continuous integration alone.
 
 ``tests/ci_only.txt`` lists them: a file's path, then, indented, its tests, each as it follows the
 path in pytest's output. A name without parameters stands for all of them, a path alone for all

@@ -64,6 +64,14 @@ def test_another_run_is_refused(changed, text):
         PROFILE.require(JOB.with_(**changed))
 
 
+@pytest.mark.parametrize("settings", [{"recompute": "none"}, {"quantization": None}, ["none"]])
+def test_settings_that_are_not_understood_are_refused(settings, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE.to_json() | {"settings": settings}))
+    with pytest.raises(PlanError, match='json: "settings" may have recomputation, q'):
+        Profile.load(str(path))
+
+
 def test_costs_are_in_64ths_of_the_mean_pass():
     rows = PROFILE.costs(SPLIT).stages
     mean = sum(map(sum, PROFILE.stages)) / 12
