@@ -201,8 +201,8 @@ def body(data: Row) -> list[Any]:
         "and that of all threads (gloo's, the watchdog's). A split pass does less each than a "
         f"whole one. The model alone takes {data['model']:.0f} µs a pass. *In Megatron* is our "
         "forward-backward function with stock's arguments, model and `forward_step`; the other "
-        "rows of ours are the executor over plain autograd, as PyTorch's are. From run to run "
-        "figures differ by some 5 µs.",
+        "rows of ours are the executor over plain autograd, as PyTorch's are. The machine's "
+        "speed differs from run to run, by a quarter where others share it: compare rows of one.",
         pages.verdicts(claims(data)),
         pages.table(busiest, data["rows"]),
         "*Timed* is with the clock read around every pass, as for `--pp-trace`, `--pp-profile` "
