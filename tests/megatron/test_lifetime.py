@@ -60,6 +60,17 @@ def test_replicas_with_other_counts_do_not_wait_for_each_other(results: Cases) -
         }
 
 
+def test_experts_know_where_steps_begin(results: Cases) -> None:
+    """Whichever way leads to the schedule: the arena has its size, by what the plan has in flight,
+    and ``auto`` tries another plan in each step."""
+    for rank in results["experts"]:
+        assert rank["enable", "s3"] == rank["function", "s3"]
+        sized, beyond, asked = rank["enable", "s3"]
+        assert sized and beyond is None
+        assert len(asked) == 1 and asked[0][0] == asked[0][1] > 0
+        assert rank["enable", "auto"] == rank["function", "auto"] == [(3, 16)]
+
+
 def test_pipelines_that_exchange_tokens_have_the_same_options(results: Cases) -> None:
     said = "ranks 1, 3 run with moe_pipeline_chunks 2, but 2 of 4 ranks with 1"
     for rank in results["unlike"]:

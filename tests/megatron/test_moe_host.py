@@ -5,7 +5,6 @@ With stand-ins for layers and other ranks.
 
 from __future__ import annotations
 
-import functools
 import logging
 import socket
 from types import SimpleNamespace
@@ -13,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_ext.integration import ConfigError, host_memory
 from megatron_ext.integration.features.moe import host as moe_host
+from megatron_ext.integration.features.moe import layer as moe_layer
 from megatron_ext.integration.features.moe.choice import ChosenMoE
 from megatron_ext.integration.features.moe.host import HEADROOM, HostArenas
-from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
+from megatron_ext.integration.features.moe.layer import FixedPolicy, LayerStep, PipelinedMoE
 from megatron_ext.moe.autotune import SearchSpace
 from megatron_ext.moe.plan import LayerPlan, Strategy
 from megatron_ext.offload.arena import HostArena
@@ -40,7 +39,10 @@ class Layer(MoELayer):
 
 
 class Group:
-    """A pipeline."""
+    """The second rank of a pipeline, or another."""
+
+    def __init__(self, rank: int = 1) -> None:
+        self.rank, self.size = (lambda: rank), (lambda: 2)
 
 
 class Policy(FixedPolicy):
@@ -69,19 +71,29 @@ class Job:
         self.models = [torch.nn.ModuleList(Layer(config) for _ in range(3)) for _ in range(2)]
         self.others: list[Any] = []
         self.gathered = 0
-        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
         monkeypatch.setattr(moe_host.dist, "get_rank", lambda: 0)
         for module in (moe_host, host_memory):
             monkeypatch.setattr(module, "gather_over", self._gather)
-        self.pipeline = Group()
-        monkeypatch.setattr(moe_host, "pipeline_group", lambda *given: self.pipeline)
-        monkeypatch.setattr(moe_host, "groups_of_call", lambda *given: ())
+        monkeypatch.setattr(moe_layer, "groups_of_call", lambda *given: ())
+        self.collection = SimpleNamespace(pp=Group())
         monkeypatch.setattr(host_memory, "_add", lambda host, nbytes: nbytes)
         monkeypatch.setattr(host_memory, "available_host_bytes", lambda: available)
 
     def _gather(self, mine: Any, groups: Any) -> list[Any]:
         self.gathered += 1
         return [mine, *self.others]
+
+    def step(self, layers: PipelinedMoE, microbatches: int, models: Any = None) -> None:
+        """As Megatron's own schedule begins one."""
+        done = layers._stepping(
+            lambda **call: "losses",
+            num_microbatches=microbatches,
+            seq_length=TOKENS,
+            micro_batch_size=1,
+            model=models or self.models,
+            pg_collection=self.collection,
+        )
+        assert done == "losses"
 
     def train(self, strategies: str, budget: int | None = None, microbatches: int = 8) -> Any:
         """The first step of a run; (memory, policy)."""
@@ -91,14 +103,12 @@ class Job:
             layers,
             policy,
             [Strategy(name) for name in strategies.split()],
-            lambda chunks, microbatches: [99, min(5, chunks * microbatches)],
+            lambda ranks, chunks, microbatches, plan: [99, min(5, chunks * microbatches)][:ranks],
             budget,
         )
-        step = functools.partial(arenas._stepping, lambda **call: "losses")
-        call = {"seq_length": TOKENS, "micro_batch_size": 1, "model": self.models}
         try:
             for number in (microbatches, 1, microbatches):
-                assert step(num_microbatches=number, **call) == "losses"
+                self.step(layers, number)
         finally:
             arenas.close()
         return layers.memory, policy
@@ -176,24 +186,39 @@ def test_auto_leaves_out_what_the_host_has_no_memory_for(monkeypatch: pytest.Mon
     memory.close()
 
 
-def test_every_pipeline_agrees_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_model_agrees_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other ranks wait for this one, whatever others it has trained; the arena has room for the
-    passes of each, one after the other."""
+    passes of each, one after the other: of the rank that this process is in the model's pipeline,
+    which is not Megatron's."""
     job, found = Job(monkeypatch), []
     layers = PipelinedMoE(FixedPolicy(LayerPlan(2)))
-    passes = lambda chunks, microbatches: [99, microbatches]  # noqa: E731
+    passes = lambda ranks, chunks, microbatches, plan: [3 * microbatches, microbatches]  # noqa: E731
     arenas = HostArenas(layers, FixedPolicy(LayerPlan(2)), [Strategy.S3], passes)
-    step = functools.partial(arenas._stepping, lambda **call: None)
-    call = {"seq_length": TOKENS, "micro_batch_size": 1, "model": job.models}
-    one, other = Group(), Group()
-    for job.pipeline, microbatches in ((one, 4), (other, 2), (one, 4), (other, 2)):
-        step(num_microbatches=microbatches, **call)
+    one, other = job.models, Job(monkeypatch).models
+    for models, rank, microbatches in ((one, 1, 4), (other, 0, 2), (one, 1, 4), (other, 0, 2)):
+        job.collection.pp = Group(rank)
+        job.step(layers, microbatches, models)
         assert layers.memory is not None
         found.append((job.gathered, layers.memory.engine.arena.capacity_bytes))
     each, size = found[0]
-    assert found == [(each, size), *[(2 * each, size)] * 3]
+    assert found == [(each, size), *[(2 * each, pytest.approx(1.5 * size, abs=512))] * 3]
     arenas.close()
     layers.close()
+
+
+def test_sets_in_flight_are_those_of_the_steps_pipeline() -> None:
+    """Of the plan by which it runs, if it has one; Megatron's groups are not made here."""
+    asked: list[Any] = []
+
+    def sets(*given: Any) -> list[int]:
+        asked.append(given)
+        return [7, 3]
+
+    models = [torch.nn.Linear(1, 1)] * 2
+    step = LayerStep(models, Group(), (), 4, TOKENS, training=True, plan="plan")
+    assert step.in_flight(3, sets) == (3, 6)
+    assert step.in_flight(3, sets, 8) == (3, 6)
+    assert asked == [(2, 2, 4, "plan"), (2, 2, 8, "plan")]
 
 
 class Region:
@@ -201,22 +226,28 @@ class Region:
 
     parameters = ()
 
-    def __init__(self, dropped: float, group: Any = None) -> None:
-        self._dropped = dropped
+    def __init__(self, dropped: float, group: Any = None, keeps: int = 1) -> None:
+        self._dropped, self._keeps, self.calls = dropped, keeps, 0
         self.exchange = SimpleNamespace(
             tp_size=1, ep_size=1, experts=2, local_experts=2, groups=SimpleNamespace(tp_ep=group)
         )
 
     def experts(self, x: torch.Tensor, counts: Any, probs: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(x, self._dropped).tanh()
+        self.calls += 1
+        x = torch.nn.functional.dropout(x, self._dropped)
+        for _ in range(self._keeps):
+            x = x.tanh()
+        return x
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch) -> tuple[ChosenMoE, Any]:
     """A policy that starts with what needs least, and a layer."""
-    policy = ChosenMoE(SearchSpace.of(2), 1 << 40, lambda *given: [1])
-    monkeypatch.setattr(policy, "_in_flight", lambda: 1)
+    policy = ChosenMoE(SearchSpace.of(2), 1 << 40, lambda *given: [1, 1])
     policy._logs = True
-    (layer, *_), _ = Job(monkeypatch).models
+    job = Job(monkeypatch)
+    (layer, *_), _ = job.models
+    policy.begin_step(LayerStep(job.models, Group(), (), 1, TOKENS, training=True))
+    layer.experts = torch.nn.Identity()
     layer.config.moe_router_dtype = None
     layer.config.moe_latent_size = None
     return policy, layer
@@ -230,7 +261,6 @@ def test_auto_computes_no_dropout_again(
     caplog.set_level(logging.INFO)
     policy, layer = chosen(monkeypatch)
     region, before = Region(dropped), torch.get_rng_state()
-    policy.begin_step(1)
     plan = policy.begin(layer, torch.zeros(8, 1, HIDDEN), lambda: region).policy.plan_for(1)
     assert plan.strategy.recomputes == (not dropped)
     assert ("auto does not try s0, s3 and s4" in caplog.text) == bool(dropped)
@@ -240,7 +270,6 @@ def test_auto_computes_no_dropout_again(
 def test_auto_agrees_in_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the same sizes in another model, whose other ranks have seen nothing of this."""
     policy, layer = chosen(monkeypatch)
-    policy.begin_step(1)
 
     def tuner(group: Any) -> Any:
         region = Region(0.0, group)
@@ -256,11 +285,9 @@ def test_what_stays_is_logged_once(
     memory = layers.memory_on(torch.device("cpu"))
     job = Job(monkeypatch)
     arenas = HostArenas(layers, FixedPolicy(LayerPlan(2)), [Strategy.S3], lambda *_: [1, 1])
-    step = functools.partial(arenas._stepping, lambda **call: None)
-    call = {"seq_length": TOKENS, "micro_batch_size": 1, "model": job.models}
     for stayed in (0, 2, 5, 9):
         memory.stayed, memory.wanted_bytes = stayed, 12345
-        step(num_microbatches=4, **call)
+        job.step(layers, 4)
     arenas.close()
     lines = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
     assert len(lines) == 2  # when it began, and over the run

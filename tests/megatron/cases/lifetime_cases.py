@@ -32,9 +32,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from megatron_ext.integration import utils  # noqa: E402
 from megatron_ext.integration.feature import Run  # noqa: E402
+from megatron_ext.integration.features.moe.layer import LayerStep, PipelinedMoE  # noqa: E402
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
 from megatron_ext.runtime import communicators, edges, watchdog  # noqa: E402
 from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
+from megatron_ext.schedule.effects import peak_calls  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, SEQUENCE, to_bytes  # noqa: E402
 from tests.megatron.cases.process_state import (  # noqa: E402
@@ -83,6 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
         "offload": "full",
         "offload_time": "0.1",
     },
+    "experts": {"main": "experts"},
     "replicas": {"main": "replicas", "world": 4},
     "unlike": {"main": "unlike", "world": 4},
 }
@@ -515,6 +518,51 @@ def replicas(case: dict[str, Any]) -> Any:
             megatron_ext.disable()
             parallel_state.destroy_model_parallel()
     return {"seen": seen, "returned": returned, "log": log.getvalue()}
+
+
+def experts(case: dict[str, Any]) -> Any:
+    """Experts in chunks under ``enable`` and under a function of a loop's own: what is in flight on
+    this rank by a plan and by the host arena, and how many steps ``auto`` has seen."""
+    size = 1 << 20
+    ways: dict[str, dict[str, Any]] = {
+        "s3": {"moe_pipeline_chunks": 2, "moe_memory_reuse": "s3", "moe_memory_host_budget": size},
+        "auto": {"moe_pipeline_chunks": "auto"},
+    }
+    found: dict[Any, Any] = {}
+    asked: list[Any] = []
+    in_flight = LayerStep.in_flight
+
+    def noted(step: LayerStep, *args: Any) -> tuple[int, int]:
+        found = in_flight(step, *args)
+        asked.append((found[0], peak_calls(step.plan.ranks)[step.pipeline.rank()]))
+        return found
+
+    LayerStep.in_flight = noted  # type: ignore[method-assign]
+    initialize()
+    models = build(config=EXPERTS)
+    for door in ("enable", "function"):
+        for name, options in ways.items():
+            function = None
+            if door == "function":
+                function = megatron_ext.forward_backward_func("zb-h2", **options)
+            else:
+                megatron_ext.enable("zb-h2", **options)
+            for _ in range(3):
+                step(models, function)
+            (layers,) = [x for x in gc.get_objects() if isinstance(x, PipelinedMoE)]
+            if name == "s3":
+                arena = layers.memory.engine.arena
+                found[door, name] = arena.capacity_bytes == size, arena.allocate(size + 1), asked
+                asked = []
+            else:
+                kinds = layers._policy._kinds.values()
+                found[door, name] = [(kind.step, len(kind.timers)) for kind in kinds]
+                del kinds
+            del layers, function
+            megatron_ext.disable()
+            gc.collect()
+    LayerStep.in_flight = in_flight  # type: ignore[method-assign]
+    return found
 
 
 def unlike(case: dict[str, Any]) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from tests.megatron.cases.moe_layers import Traced, build, chunked, config_of, d
 # isort: split
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.integration.features.moe.choice import ChosenMoE
-from megatron_ext.integration.features.moe.layer import FixedPolicy
-from megatron_ext.moe import cost_file
+from megatron_ext.integration.features.moe.layer import FixedPolicy, LayerStep
 from megatron_ext.moe.autotune import SearchSpace
 from megatron_ext.moe.buffers import Record
 from megatron_ext.moe.exchange import Exchange
@@ -112,6 +111,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         config = config_of(case)
         module = Two(config)
         names = dict(module.named_parameters())
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
         ddp = moe_layers.DistributedDataParallelConfig(
             grad_reduce_in_fp32=not case.get("reduce_in_bf16"),
             overlap_grad_reduce=True,
@@ -127,7 +127,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         policy = auto_policy(case) if auto else fixed
         with chunked(policy, min_bytes=1) as ours, Traced() as traced:
             for step, (chunks, strategy) in enumerate(steps):
-                policy.begin_step(2)
+                policy.begin_step(LayerStep([model], pipeline, (), 2, 0, training=True))
                 if kind == "ours" and not auto:
                     fixed.plan = LayerPlan.of(chunks, strategy)
                 model.zero_grad_buffer()
@@ -160,8 +160,7 @@ def auto_policy(case: dict[str, Any]) -> ChosenMoE:
     return ChosenMoE(
         SearchSpace.of(*case.get("space", ())),
         case["budget"],
-        lambda chunks, microbatches: [microbatches],
-        cost_file.parse(json.dumps(case["costs"])) if "costs" in case else None,
+        lambda ranks, chunks, microbatches, plan: [microbatches],
     )
 
 
@@ -277,12 +276,6 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
 SOME = [(1, "s4"), (3, "none"), (3, "s0"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
 QUANTIZED = [(1, "none"), (1, "s4"), (3, "none"), (3, "s0"), (3, "s3"), (3, "s4")]
-COSTS = {
-    "format": cost_file.FORMAT,
-    "layers": "",
-    "kept_bytes": 960,
-    "times": [],
-}
 AUTO_STEPS = [(0, "auto")] * 12
 STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s0")]
 _CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
@@ -438,7 +431,6 @@ CASES: dict[str, dict[str, Any]] = {
         "run": train,
         "auto": True,
         "budget": 100_000,
-        "costs": COSTS,
         "steps": AUTO_STEPS,
     },
     # Rows and bytes are measured; Megatron's own layer fits.

@@ -15,13 +15,13 @@ from ....schedule.effects import peak_calls, peak_sets
 from ...callbacks import Callback
 from ...feature import Feature, Flag, Needs, Run
 from ...hooks import bound, hooked
-from ...targets import PARALLEL_STATE, STEPS
-from ...utils import chunks_of, file_contents, most_microbatches
+from ...targets import PARALLEL_STATE
+from ...utils import file_contents, most_microbatches
 from . import queues
 from .choice import ChosenMoE
 from .flags import FLAGS, RULES, MoERequest, check_budget, of_whole, stock_sets
 from .host import HostArenas
-from .layer import FixedPolicy, PipelinedMoE
+from .layer import FixedPolicy, LayerStep, PipelinedMoE
 
 logger = logging.getLogger(__name__)
 
@@ -110,26 +110,25 @@ class MoE(Feature):
         if request is None:
             return ()
 
-        def most(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
-            if schedule is None:
-                return stock_sets(_pp(run), chunks, microbatches)
-            return peak(plan_for(microbatches).ranks)
-
-        def plan_for(microbatches: int) -> Any:
-            plan = None if run.pipeline is None else run.pipeline.plans.in_force(microbatches)
-            assert schedule is not None
-            return plan or schedule.plan(microbatches)
-
-        def whole(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
-            found = most(peak, chunks, microbatches)
-            return found if schedule is None else of_whole(found, plan_for(microbatches))
+        def most(
+            peak: Callable[..., list[int]],
+            whole: bool,
+            pp: int,
+            chunks: int,
+            microbatches: int,
+            plan: Any,
+        ) -> list[int]:
+            if plan is None or plan.microbatches < microbatches:
+                if schedule is None:
+                    return stock_sets(pp, chunks, microbatches)
+                plan = schedule.plan(microbatches)
+            found = peak(plan.ranks)
+            return of_whole(found, plan) if whole else found
 
         # Passes in flight: as they are, and as so many of whole microbatches.
-        sets = functools.partial(most, peak_sets)
-        whole_sets, calls = (
-            functools.partial(whole, peak_sets),
-            functools.partial(whole, peak_calls),
-        )
+        sets = functools.partial(most, peak_sets, False)
+        whole_sets = functools.partial(most, peak_sets, True)
+        calls = functools.partial(most, peak_calls, True)
 
         if not request.chooses:
             policy = FixedPolicy(request.plan)
@@ -142,13 +141,16 @@ class MoE(Feature):
             logger.log(level, "%s on megatron-core %s", request.text(run.args), run.version)
             if request.chunks not in ("1", "2") and queues.one_queue():
                 logger.warning("%s", queues.ONE_QUEUE)
-        layers = PipelinedMoE(policy, run.store if _splits(run) else None)
+        store = run.store if _splits(run) else None
+        layers = PipelinedMoE(policy, store, scheduled=run.request is not None)
         callbacks: list[Callback] = [layers]
         if request.copying():
             step = 0 if run.library else most_microbatches(run.args)
             strategies, budget = request.copying(), request.host_bytes
             callbacks.append(HostArenas(layers, policy, strategies, calls, budget, step))
-        self._request, self._library, self._said = request, run.library, False
+        self._request, self._said = request, False
+        if run.library:
+            layers.at_steps.append(self._note_dense)
         return (*callbacks, self)
 
     @hooked(
@@ -169,16 +171,11 @@ class MoE(Feature):
             given["high_priority_stream_groups"] = [*groups, *({"ep"} - set(groups))]
         return original(**given)  # by name: what it wraps may replace one of them
 
-    @hooked(
-        STEPS,
-        "a flag for MoE layers would have no effect on a dense model, silently",
-        when=lambda self: self._library,
-    )
-    def _of_any_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _note_dense(self, step: LayerStep) -> None:
         """Say once that the flag has no effect on a model without experts; others may come."""
         from megatron.core.utils import get_model_config
 
-        config = get_model_config(chunks_of(kwargs["model"])[0])
+        config = get_model_config(step.models[0])
         if not self._said and not getattr(config, "num_moe_experts", None):
             self._said = True
             if dist.get_rank() == 0:
@@ -188,16 +185,6 @@ class MoE(Feature):
                     FLAGS[0],
                     self._request.chunks,
                 )
-        return original(*args, **kwargs)
-
-
-def _pp(run: Run) -> int:
-    """Pipeline ranks; a library knows them when a step begins."""
-    if not run.library:
-        return run.args.pipeline_model_parallel_size
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_pipeline_model_parallel_world_size())
 
 
 def _splits(run: Run) -> bool:

@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from ....moe.autotune import AUTO, SearchSpace, StepReport, Tuner, bucket
 from ....moe.cost_file import Costs
+from ....moe.exchange import Exchange
 from ....moe.graph import kept_bytes_per_row
 from ....moe.plan import Budget, LayerShape, Strategy
 from ....moe.region import Region
 from ....runtime.draws import Draws
 from .flags import Sets, layer_shape
-from .layer import CallTimer, Execution, FixedPolicy
+from .layer import CallTimer, Execution, FixedPolicy, LayerStep
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class ChosenMoE(FixedPolicy):
 
     Args:
         budget_bytes: of the rank's MoE layers on the device, or None.
-        sets: what is in flight on each pipeline rank.
+        sets: what is in flight.
         costs: of an earlier run.
     """
 
@@ -64,56 +65,57 @@ class ChosenMoE(FixedPolicy):
         super().__init__(space.plans()[0])
         self._space, self._budget_bytes, self._sets = space, budget_bytes, sets
         self._known = Costs() if costs is None else costs
-        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kinds: dict[tuple[LayerShape, int, Any], _Layers] = {}
+        # What a budget has to know of each region: bytes that its experts keep for a row, and
+        # whether they draw random numbers.
+        self._probed: weakref.WeakKeyDictionary[Region, tuple[float, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._step = self._rows = 0
-        self._microbatches = 1  # of a call outside of Megatron's schedules
-        self._calls: dict[tuple[int, int], int] = {}
+        self._calls = 1  # in flight, of layers of the step's model
         self._logs: bool | None = None
-        self._handles: list[Any] = []
+        self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         atexit.register(self.close)
 
-    steps = chooses = True
+    chooses = True
 
     @property
     def strategy(self) -> str:
         names = [one.value for one in self._space.strategies]
         return names[0] if len(names) == 1 else AUTO
 
-    def built(self, layer: Any) -> None:
-        self._layers.add(layer)
-        if self._budget_bytes is not None:
-            # Rows are known to all ranks from the exchange of counts; Megatron's layer has its own.
-            self._handles.append(layer.experts.register_forward_pre_hook(self._note_rows))
-
     def allow(self, strategies: Sequence[Strategy]) -> None:
         self._space = self._space._replace(strategies=tuple(strategies))
 
-    def begin_step(self, microbatches: int) -> None:
+    def begin_step(self, step: LayerStep) -> None:
         self._step += 1
-        self._microbatches = microbatches
-        self._calls.clear()  # another plan may have come
+        if self._budget_bytes is not None and step.training:
+            _, calls = step.in_flight(max(1, len(step.layers())), self._sets)
+            self._calls = max(1, calls)
 
     def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
         # In the first call of a step the ranks of the layer's groups agree.
-        tp, size = region().exchange.tp_size, hidden.element_size()
+        exchange = region().exchange
+        tp, size = exchange.tp_size, hidden.element_size()
         shape = layer_shape(layer.config, hidden.shape[-1], tp, size)
         # Ranks agree within the layer's group: with several models a process has several.
-        key = shape, region().exchange.local_experts, region().exchange.groups.tp_ep
+        key = shape, exchange.local_experts, exchange.groups.tp_ep
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = self._kind(shape, layer, hidden, region())
+            kept_bytes, drawn = self._probe(layer, hidden, region(), shape.hidden)
+            shape = shape._replace(kept_bytes=kept_bytes)
+            kind = self._kinds[key] = self._kind(shape, exchange, drawn)
         tuner, tokens, before = kind.tuner, hidden.numel() // hidden.shape[-1], kind.tuner.plan
         if kind.step != self._step:
             first = kind.step < 0  # nothing is known but balanced routing
             rows = tokens * layer.config.moe_router_topk * tp if first else self._rows
             kind.step, kind.bucket = self._step, bucket(tokens)
-            tuner.begin_step(StepReport(*_largest(kind.report(tokens, rows), hidden, region())))
+            tuner.begin_step(StepReport(*_largest(kind.report(tokens, rows), hidden, exchange)))
         timer = None
         if torch.is_grad_enabled():
             tuner.count_call()
             # A plan is tried for calls of one size; the step's first call has it on every rank.
-            if tuner.on_trial and bucket(tokens) == kind.bucket:
+            if self._step and tuner.on_trial and bucket(tokens) == kind.bucket:
                 timer = CallTimer(hidden)
                 kind.timers.append(timer)
         return Execution(tuner, tuner.plan.stock, timer, tuner.plan != before)
@@ -127,45 +129,52 @@ class ChosenMoE(FixedPolicy):
         for kind in self._kinds.values():
             for line in kind.tuner.summary():
                 self._log(f"over the run, {kind.tuner.costs.layers}: {line}")
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
-    def _kind(self, shape: LayerShape, layer: Any, hidden: torch.Tensor, region: Region) -> _Layers:
-        """A tuner, once the bytes that a budget counts are known to all ranks."""
-        exchange = region.exchange
+    def _kind(self, shape: LayerShape, exchange: Exchange, drawn: bool) -> _Layers:
         name = (
             f"MoE layers of hidden size {shape.hidden}, expert FFN size {shape.ffn}, "
             f"{exchange.experts} experts on {exchange.ep_size} ranks"
         )
         known, budget, space = self._known, None, self._space
         if self._budget_bytes is not None:
-            known, drawn = self._probed(layer, hidden, region, shape.hidden)
             kept = tuple(one for one in space.strategies if not one.recomputes)
             if drawn and 0 < len(kept) < len(space.strategies):
                 self._log(f"{name}: {_DRAW}")
                 space = space._replace(strategies=kept)
-            shape = shape._replace(kept_bytes=known.kept_bytes or 0)
-            budget = Budget(self._budget_bytes, shape, self._in_flight)
+            budget = Budget(self._budget_bytes, shape, lambda: self._calls)
         if known.layers not in ("", name):
             self._log(f"{name}: --moe-pipeline-costs is of other layers, {known.layers}")
             known = replace(known, times={})
         log = lambda line: self._log(f"{name}, {line}")  # noqa: E731
         return _Layers(Tuner(space, budget, replace(known, layers=name), log))
 
-    def _probed(
+    def _probe(
         self, layer: Any, hidden: torch.Tensor, region: Region, width: int
-    ) -> tuple[Costs, bool]:
-        """Costs with the bytes that the experts keep, and whether they draw random numbers."""
-        known, rows = self._known, self._rows
+    ) -> tuple[float, bool]:
+        """Bytes that the experts of a layer keep for a row, and whether they draw random numbers,
+        on any rank: layers of the same sizes may differ (adapters). Without a budget nothing
+        depends on it."""
+        if self._budget_bytes is None:
+            return 0.0, False
+        if region in self._probed:
+            return self._probed[region]
+        rows = self._rows
         probs = _NAMED.get(layer.config.moe_router_dtype, hidden.dtype)
         local, like = region.exchange.local_experts, hidden.new_empty((1, width))
         with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
             draws = Draws(hidden.device)
             found = kept_bytes_per_row(region.experts, region.parameters, local, like, probs)
-            most, drawn = _largest((found, draws.found()), hidden, region)
+            most, drawn = _largest((found, draws.found()), hidden, region.exchange)
         self._rows = rows  # without those of the probe
-        return replace(known, kept_bytes=known.kept_bytes or most), bool(drawn)
+        if layer.experts not in self._handles:
+            # Rows are known to all ranks from the exchange of counts; Megatron's layer has its own.
+            hook = layer.experts.register_forward_pre_hook(self._note_rows)
+            self._handles[layer.experts] = hook
+        self._probed[region] = most, bool(drawn)
+        return self._probed[region]
 
     def _note_rows(self, _: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         self._rows = max(self._rows, len(inputs[0]))
@@ -175,28 +184,22 @@ class ChosenMoE(FixedPolicy):
         if self._logs is None:  # known now; at the end Megatron may have forgotten its groups
             from megatron.core import parallel_state
 
-            self._logs = (
-                parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-                and parallel_state.get_tensor_model_parallel_rank() == 0
-            )
+            # A model may have groups of its own, and Megatron none.
+            of_megatron = parallel_state.model_parallel_is_initialized()
+            self._logs = dist.get_rank() == 0
+            if of_megatron:
+                self._logs = (
+                    parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+                    and parallel_state.get_tensor_model_parallel_rank() == 0
+                )
         if self._logs:
             logger.info("%s", text)
 
-    def _in_flight(self) -> int:
-        """Layers on the rank times microbatches between their forward and their backward."""
-        from megatron.core import parallel_state
 
-        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        key = chunks, self._microbatches
-        if key not in self._calls:
-            self._calls[key] = self._sets(*key)[parallel_state.get_pipeline_model_parallel_rank()]
-        return max(1, -(-len(self._layers) // chunks)) * self._calls[key]
-
-
-def _largest(values: Any, like: torch.Tensor, region: Region) -> list[float]:
+def _largest(values: Any, like: torch.Tensor, exchange: Exchange) -> list[float]:
     """Of each value the largest over the ranks of the layer's groups."""
     table = torch.tensor(tuple(values), dtype=torch.float64, device=like.device)
-    group = region.exchange.groups.tp_ep
-    if region.exchange.ep_size * region.exchange.tp_size > 1:
+    group = exchange.groups.tp_ep
+    if exchange.ep_size * exchange.tp_size > 1:
         dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     return table.tolist()

@@ -47,8 +47,9 @@ NO_BIAS = Rule(
     "add --disable-bias-linear",
 )
 RULES = (COPIED, EXPERTS, PINNED, NO_BIAS)
-# (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
-Sets = Callable[[int, int], list[int]]
+# (pipeline ranks, model chunks a rank, microbatches, the step's plan where it is ours) -> most
+# passes of each pipeline rank between their forward and their backward
+Sets = Callable[[int, int, int, Any], list[int]]
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets
     assert args.num_layers is not None  # Megatron has set it
     # Of an even split; a first or last stage may have more, which is then logged while it runs.
     layers = max(1, int(args.num_layers * share / (pp * chunks)))
-    in_flight = max(sets(chunks, microbatches))
+    in_flight = max(sets(pp, chunks, microbatches, None))
     try:
         Budget(budget_bytes, shape, lambda: layers * in_flight).require(space.plans(), rows)
     except BudgetError as error:

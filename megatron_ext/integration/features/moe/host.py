@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,13 +20,10 @@ from ....moe.plan import Strategy, copied_bytes
 from ....offload.host import Purpose
 from ...callbacks import Callback
 from ...errors import ConfigError
-from ...hooks import hooked
 from ...host_memory import memory_on_hosts, usable_bytes_a_rank
-from ...pipeline import groups_of_call, pipeline_group
-from ...targets import STEPS
-from ...utils import chunks_of, device_of, gather_over
+from ...utils import device_of, gather_over, unwrapped
 from .flags import FLAGS, PINNED, Sets, balanced
-from .layer import FixedPolicy, PipelinedMoE
+from .layer import FixedPolicy, LayerStep, PipelinedMoE
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +35,7 @@ class HostArenas(Callback):
 
     Args:
         strategies: that may run; where there are several, those are left out that need too much.
-        calls: (model chunks, microbatches) -> microbatches of each pipeline rank between their
-            forward and their backward pass.
+        calls: in flight, in whole microbatches.
         budget_bytes: the size of a rank's arena; where there are several strategies, the most.
         microbatches: the most of a step, if it is known.
     """
@@ -56,58 +52,52 @@ class HostArenas(Callback):
         self._layers, self._policy, self._strategies = layers, policy, tuple(strategies)
         self._calls, self._budget_bytes = calls, budget_bytes
         self._microbatches = microbatches
-        # By pipeline, of which a process may have several: microbatches, and the arena's bytes.
+        # By model, of which a process may have several: microbatches, and the arena's bytes.
         self._settled: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._rank = self._logged = 0
+        layers.at_steps.append(self._begin_step)
         atexit.register(self.close)
 
     def close(self) -> None:
         atexit.unregister(self.close)
         self._log_excess("over the run, ")
 
-    @hooked(STEPS, "host memory would be pinned in the middle of a step")
-    def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("forward_only"):
-            if not self._logged:
-                self._log_excess()
-            self._begin_step(kwargs)
-        return original(*args, **kwargs)
-
-    def _begin_step(self, call: Mapping[str, Any]) -> None:
-        """Before a pipeline's first training step, and before one with more microbatches than any.
+    def _begin_step(self, step: LayerStep) -> None:
+        """Before a model's first training step, and before one with more microbatches than any.
 
         Raises:
             ConfigError: a rank or a host has too little; on all ranks.
         """
-        collection = call.get("pg_collection")
-        pipeline = pipeline_group(call.get("p2p_communicator"), collection)
-        microbatches = max(call["num_microbatches"], self._microbatches)
-        if microbatches <= self._settled.get(pipeline, (0, 0))[0]:
+        if not step.training:
+            return
+        if not self._logged:
+            self._log_excess()
+        model = unwrapped(step.models[0])
+        microbatches = max(step.microbatches, self._microbatches)
+        if microbatches <= self._settled.get(model, (0, 0))[0]:
             return
         self._rank = dist.get_rank()
-        models = chunks_of(call["model"])
-        tokens = call["seq_length"] * call["micro_batch_size"]
-        needs, text = self._needs(models, microbatches, tokens)
-        groups = groups_of_call(pipeline, collection)
+        needs, text = self._needs(step, microbatches)
+        groups = step.groups
         every = gather_over((needs, text), groups)
         most = {s: max((entry[0][s], entry[1]) for entry in every) for s in needs}
-        memory = self._layers.memory_on(device_of(models))
+        memory = self._layers.memory_on(device_of(step.models))
         if len(self._strategies) == 1:
             (strategy,) = self._strategies
             self._require(strategy, *most[strategy])
             size = self._budget_bytes or round(HEADROOM * needs[strategy])
-            self._allocate(strategy, self._settle(pipeline, microbatches, size), memory, groups)
+            self._allocate(strategy, self._settle(model, microbatches, size), memory, groups)
         else:
             limit = usable_bytes_a_rank(groups)
             if self._budget_bytes is not None:
                 limit = min(limit, self._budget_bytes)
             left = self._leave_out(limit, {s: need for s, (need, _) in most.items()})
             size = min(limit, round(HEADROOM * max(needs[s] for s in left)))
-            memory.size_host(self._settle(pipeline, microbatches, size), now=False)
+            memory.size_host(self._settle(model, microbatches, size), now=False)
 
-    def _settle(self, pipeline: Any, microbatches: int, size: int) -> int:
-        """Note what a pipeline's passes take; the most that those of any pipeline do."""
-        self._settled[pipeline] = microbatches, size
+    def _settle(self, model: Any, microbatches: int, size: int) -> int:
+        """Note what a model's passes take; the most that those of any model do."""
+        self._settled[model] = microbatches, size
         return max(size for _, size in self._settled.values())
 
     def _log_excess(self, when: str = "") -> None:
@@ -128,20 +118,13 @@ class HostArenas(Callback):
             FLAGS[4],
         )
 
-    def _needs(
-        self, models: Sequence[Any], microbatches: int, tokens: int
-    ) -> tuple[dict[Strategy, int], str]:
+    def _needs(self, step: LayerStep, microbatches: int) -> tuple[dict[Strategy, int], str]:
         """Bytes of this rank by strategy, if routing is balanced; and what they are made of."""
-        from megatron.core import parallel_state
-        from megatron.core.transformer.moe.moe_layer import MoELayer
-
-        layers = [m for model in models for m in model.modules() if isinstance(m, MoELayer)]
+        layers = step.layers()
         if not layers:
             return dict.fromkeys(self._strategies, 0), ""
-        shape, rows = balanced(layers[0].config, tokens)
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        passes = self._calls(len(models), microbatches)[rank]
-        calls = -(-len(layers) // len(models)) * passes
+        shape, rows = balanced(layers[0].config, step.tokens)
+        passes, calls = step.in_flight(len(layers), self._calls, microbatches)
         text = (
             f"{len(layers)} MoE layers, {passes} passes in flight, {rows} rows a call if routing "
             "is balanced"

@@ -10,9 +10,10 @@ Megatron's own forward pass does the same, or is needed, it runs.
 from __future__ import annotations
 
 import functools
+import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,13 @@ from ....moe.buffers import Memory
 from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
-from ...callbacks import Callback
+from ...callbacks import Callback, Step
 from ...hooks import Hook, hooked
+from ...pipeline import groups_of_call, pipeline_group
 from ...targets import MOE_FORWARD, MOE_INIT, STEPS
-from ...utils import untraced
+from ...utils import chunks_of, untraced
 from .experts import ExpertGradients, FlexRegion, Region, checkpoint, region_of
-from .flags import require_supported
+from .flags import Sets, require_supported
 
 _STAGES = ["route", "expert_compute", "postprocess"]
 
@@ -81,6 +83,71 @@ class CallTimer:
         return milliseconds / self.tokens
 
 
+class LayerStep(NamedTuple):
+    """One step of a model, of which a process may have several, each with its own pipeline.
+
+    Attributes:
+        models: chunks on this rank.
+        groups: all in which ranks run it together (see ``groups_of_call``).
+        tokens: of a microbatch.
+        plan: by which it runs; None: by Megatron's own schedule.
+    """
+
+    models: Sequence[Any]
+    pipeline: Any
+    groups: Sequence[Any]
+    microbatches: int
+    tokens: int
+    training: bool
+    plan: Any = None
+
+    @classmethod
+    def of_call(cls, call: Mapping[str, Any]) -> LayerStep:
+        """Of a call of one of Megatron's forward-backward functions."""
+        collection = call.get("pg_collection")
+        pipeline = pipeline_group(call.get("p2p_communicator"), collection)
+        return cls(
+            chunks_of(call["model"]),
+            pipeline,
+            groups_of_call(pipeline, collection),
+            call["num_microbatches"],
+            call["seq_length"] * call["micro_batch_size"],
+            not call.get("forward_only"),
+        )
+
+    @classmethod
+    def planned(cls, step: Step) -> LayerStep:
+        """Of one that a schedule of ours runs."""
+        call, iteration = step.call, step.call.iteration
+        return cls(
+            iteration.models,
+            call.group,
+            call.groups,
+            iteration.num_microbatches,
+            math.prod(call.batch),
+            step.training,
+            step.plan,
+        )
+
+    def layers(self) -> list[Any]:
+        """The MoE layers on this rank."""
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        return [m for model in self.models for m in model.modules() if isinstance(m, MoELayer)]
+
+    def in_flight(self, layers: int, sets: Sets, microbatches: int = 0) -> tuple[int, int]:
+        """Passes on this rank between their forward and their backward, and their calls of
+        ``layers`` layers.
+
+        Args:
+            microbatches: of a step; 0: of this one.
+        """
+        chunks, ranks = len(self.models), self.pipeline.size()
+        every = sets(ranks, chunks, microbatches or self.microbatches, self.plan)
+        passes = every[self.pipeline.rank()]
+        return passes, -(-layers // chunks) * passes
+
+
 class Execution(NamedTuple):
     """How one call of a layer runs.
 
@@ -103,7 +170,6 @@ class FixedPolicy:
         plan: the same on all ranks of a layer's groups; it may change between two steps.
     """
 
-    steps = False  # whether ``begin_step`` must be called
     chooses = False  # whether the plan is chosen while training runs
 
     def __init__(self, plan: LayerPlan) -> None:
@@ -114,11 +180,8 @@ class FixedPolicy:
         """Of all calls to come, as ``--moe-memory-reuse`` names it; ``auto``: one of several."""
         return self.plan.strategy.value
 
-    def built(self, layer: Any) -> None:
-        """The model has ``layer``."""
-
-    def begin_step(self, microbatches: int) -> None:
-        """The calls to come are of another step, with so many microbatches."""
+    def begin_step(self, step: LayerStep) -> None:
+        """The calls to come are of another step; called where the plan is chosen."""
 
     def allow(self, strategies: Sequence[Strategy]) -> None:
         """There is host memory for these; called before the first step, the same on all ranks."""
@@ -137,16 +200,23 @@ class PipelinedMoE(Callback):
     Args:
         store: of the weight gradients that W passes compute, where the schedule has such; then
             its hooks are in place.
+        scheduled: a schedule of ours runs every pipeline.
         options: of ``Memory``.
 
     Attributes:
         memory: what the layers share; None before the first call.
+        at_steps: called before the first pass of each step.
     """
 
     def __init__(
-        self, policy: FixedPolicy, store: WeightGradStore | None = None, **options: Any
+        self,
+        policy: FixedPolicy,
+        store: WeightGradStore | None = None,
+        scheduled: bool = False,
+        **options: Any,
     ) -> None:
-        self._policy, self._options = policy, options
+        self._policy, self._scheduled, self._options = policy, scheduled, options
+        self.at_steps = [policy.begin_step] if policy.chooses else []
         self.memory: Memory | None = None
         self._splits = store is not None
         self._weights = ExpertGradients(store, lambda: policy.strategy not in ("none", "s0"))
@@ -174,17 +244,27 @@ class PipelinedMoE(Callback):
     @hooked(
         STEPS,
         "MoE layers would not know where a step begins",
-        when=lambda self: self._policy.steps,
+        when=lambda self: bool(self.at_steps),
     )
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._policy.begin_step(kwargs["num_microbatches"])
+        step = LayerStep.of_call(kwargs)
+        if not self._scheduled or step.pipeline.size() == 1:  # otherwise ``begin`` comes
+            self._begin(step)
         return original(*args, **kwargs)
 
-    @hooked(MOE_INIT, "what MoE layers keep together would be unknown")
-    def _noted(self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    def begin(self, step: Step) -> None:
+        self._begin(LayerStep.planned(step))
+
+    def _begin(self, step: LayerStep) -> None:
+        for note in self.at_steps:
+            note(step)
+
+    @hooked(MOE_INIT, "an MoE layer that cannot run in chunks would end the run at its first call")
+    def _checked(
+        self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         original(layer, *args, **kwargs)
         self._require(layer.config)
-        self._policy.built(layer)
 
     @hooked(MOE_FORWARD, "MoE layers would run unchunked")
     def _chunked(
