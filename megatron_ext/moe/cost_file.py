@@ -1,14 +1,12 @@
 """Cost file: what ``auto`` found in one run, for another (``--moe-pipeline-costs``).
 
     {"format": "megatron-ext-moe-costs/2", "layers": "MoE layers of hidden size ...",
-     "kept_bytes": 12288,
      "times": [[4096, 1, "none", 2, 0.0031], [4096, 4, "none", 2, 0.0024], ...]}
 
-``kept_bytes`` is what the experts keep for backward per row besides their input; null where it was
-not needed. A time is that of a call's forward and backward pass: [tokens of the largest call of its
+A time is that of a call's forward and backward pass: [tokens of the largest call of its
 bucket, chunks, strategy, lookahead, milliseconds a token]. One chunk and none is Megatron's own
-layer. Former releases wrote ``to_host``, ``to_device`` and ``experts`` too, by which they left out
-trials; these are not read.
+layer. Former releases wrote ``kept_bytes``, ``to_host``, ``to_device`` and ``experts``, too; these
+are not read.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ class Costs:
     """
 
     layers: str = ""
-    kept_bytes: float | None = None
     times: Times = field(default_factory=dict)
 
     def dump(self) -> str:
@@ -76,7 +73,6 @@ def parse(text: str) -> Costs:
     unknown = sorted(set(data) - set(_FIELDS))
     if unknown:
         raise ValueError(f"{shown(unknown[0])} is not known")
-    kept = data.get("kept_bytes")
     layers, rows = data.get("layers"), data.get("times")
     if not isinstance(layers, str) or not isinstance(rows, list):
         raise ValueError("'layers' must be a text and 'times' a list")
@@ -84,7 +80,7 @@ def parse(text: str) -> Costs:
     for row in rows:
         tokens, plan, time = _time(row)
         times.setdefault(tokens, {})[plan] = time
-    return Costs(layers, None if kept is None else real(kept, "'kept_bytes'"), times)
+    return Costs(layers, times)
 
 
 def _time(row: Any) -> tuple[int, LayerPlan, float]:

@@ -104,7 +104,7 @@ def test_budgets_that_make_no_sense() -> None:
 
 def test_costs_come_from_a_file(tmp_path: Path) -> None:
     target = tmp_path / "costs.json"
-    target.write_text(Costs("MoE", 8, times={4096: {STOCK: 0.5}}).dump())
+    target.write_text(Costs("MoE", times={4096: {STOCK: 0.5}}).dump())
     request = MoERequest.of(arguments(moe_pipeline_chunks="auto", moe_pipeline_costs=str(target)))
     assert request is not None and request.costs is not None
     assert request.costs.times == {4096: {STOCK: 0.5}}

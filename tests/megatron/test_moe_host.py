@@ -278,6 +278,21 @@ def test_auto_agrees_in_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuner(None) is tuner(None) is not tuner("another group")
 
 
+def test_auto_looks_at_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same sizes, where some have adapters with dropout, or keep more for a row."""
+    policy, layer = chosen(monkeypatch)
+    regions = Region(0.0), Region(0.5), Region(0.0, keeps=2), Region(0.0)
+
+    def tuner(region: Any) -> Any:
+        return policy.begin(layer, torch.zeros(8, 1, HIDDEN), lambda: region).policy
+
+    plain, dropping, keeping, same = map(tuner, regions)
+    assert plain is same is tuner(regions[0]) and len({plain, dropping, keeping}) == 3
+    for one, recomputes in ((plain, True), (dropping, False), (keeping, True)):
+        assert one.plan_for(1).strategy.recomputes == recomputes
+    assert [region.calls for region in regions] == [2, 2, 2, 2]  # once each, at two sizes
+
+
 def test_what_stays_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

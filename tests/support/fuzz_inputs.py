@@ -343,7 +343,7 @@ def bare_targets() -> dict[str, Target]:
         "model": {"hidden_size": 64},
     }
     plans = [LayerPlan(), LayerPlan.of(4, "s1", 3)]
-    costs = cost_file.Costs("MoE", 768, {4607: dict.fromkeys(plans, 0.5)})
+    costs = cost_file.Costs("MoE", {4607: dict.fromkeys(plans, 0.5)})
     flags = ("cost\n1,0.98,1/2,1e-3", "cap\n0.5", "bytes\n1.5GiB", "time\n0.25,0.3")
     flags += ("line\n--pp 2 --microbatches 3 --group-size 1", "layout\nE(t*2)*2|tttt,L")
     found = [

@@ -84,7 +84,8 @@ def _valid() -> dict[str, Any]:
         (load, json.dumps({**_valid(), "microbatches": 10**9})),
         (load, json.dumps({**_valid(), "cost": {"hop": "1e999999999"}})),
         (Profile.load, '{"format": "megatron-ext-profile/1", "micro_batch_size": 1e400}'),
-        (cost_file.load, '{"format": "megatron-ext-moe-costs/2", "kept_bytes": [1e308]}'),
+        (cost_file.load, '{"format": "megatron-ext-moe-costs/2", "layers": "", '
+         '"times": [[1, 2, "none", 2, 1e999]]}'),
         (partial(with_stage_file, Costs()), '{"stages": [["1e-999999999", 1, 1]]}'),
     ],
 )  # fmt: skip

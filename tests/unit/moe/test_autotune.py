@@ -208,7 +208,7 @@ def test_the_choice_on_made_up_devices(limit: LayerPlan | None) -> None:
         device = Device(rng)
         budget = None if limit is None else peak(limit, 1200)
         shape = SHAPE._replace(kept_bytes=device.inside * 2 * SHAPE.hidden)
-        job = Job(SearchSpace.of(), budget, Costs("", 8.0), shape, ranks=1)
+        job = Job(SearchSpace.of(), budget, Costs(), shape, ranks=1)
         found = job.run(device.time, 90)
         tuner = job.tuners[0]
         every = [

@@ -65,7 +65,7 @@ class ChosenMoE(FixedPolicy):
         super().__init__(space.plans()[0])
         self._space, self._budget_bytes, self._sets = space, budget_bytes, sets
         self._known = Costs() if costs is None else costs
-        self._kinds: dict[tuple[LayerShape, int, Any], _Layers] = {}
+        self._kinds: dict[tuple[LayerShape, int, Any, bool], _Layers] = {}
         # What a budget has to know of each region: bytes that its experts keep for a row, and
         # whether they draw random numbers.
         self._probed: weakref.WeakKeyDictionary[Region, tuple[float, bool]] = (
@@ -98,12 +98,12 @@ class ChosenMoE(FixedPolicy):
         exchange = region().exchange
         tp, size = exchange.tp_size, hidden.element_size()
         shape = layer_shape(layer.config, hidden.shape[-1], tp, size)
+        kept_bytes, drawn = self._probe(layer, hidden, region(), shape.hidden)
+        shape = shape._replace(kept_bytes=kept_bytes)
         # Ranks agree within the layer's group: with several models a process has several.
-        key = shape, exchange.local_experts, exchange.groups.tp_ep
+        key = shape, exchange.local_experts, exchange.groups.tp_ep, drawn
         kind = self._kinds.get(key)
         if kind is None:
-            kept_bytes, drawn = self._probe(layer, hidden, region(), shape.hidden)
-            shape = shape._replace(kept_bytes=kept_bytes)
             kind = self._kinds[key] = self._kind(shape, exchange, drawn)
         tuner, tokens, before = kind.tuner, hidden.numel() // hidden.shape[-1], kind.tuner.plan
         if kind.step != self._step:
