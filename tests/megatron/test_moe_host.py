@@ -5,6 +5,7 @@ With stand-ins for layers and other ranks.
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 from types import SimpleNamespace
@@ -221,15 +222,22 @@ def test_sets_in_flight_are_those_of_the_steps_pipeline() -> None:
     assert asked == [(2, 2, 4, "plan"), (2, 2, 8, "plan")]
 
 
+ALONE = Group()
+
+
 class Region:
     """Experts of a layer on a rank alone, as the tuner sees them."""
 
     parameters = ()
 
-    def __init__(self, dropped: float, group: Any = None, keeps: int = 1) -> None:
+    def __init__(self, dropped: float, group: Any = ALONE, keeps: int = 1) -> None:
         self._dropped, self._keeps, self.calls = dropped, keeps, 0
         self.exchange = SimpleNamespace(
-            tp_size=1, ep_size=1, experts=2, local_experts=2, groups=SimpleNamespace(tp_ep=group)
+            tp_size=1,
+            ep_size=1,
+            experts=2,
+            local_experts=2,
+            groups=SimpleNamespace(tp_ep=group),
         )
 
     def experts(self, x: torch.Tensor, counts: Any, probs: torch.Tensor) -> torch.Tensor:
@@ -275,7 +283,12 @@ def test_auto_agrees_in_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
         region = Region(0.0, group)
         return policy.begin(layer, torch.zeros(8, 1, HIDDEN), lambda: region).policy
 
-    assert tuner(None) is tuner(None) is not tuner("another group")
+    group = Group()
+    assert tuner(ALONE) is tuner(ALONE) is not tuner(group)
+    assert len(policy.kinds()) == 2
+    del group
+    gc.collect()
+    assert len(policy.kinds()) == 1  # a group that is destroyed is not kept
 
 
 def test_auto_looks_at_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import importlib.util
 import os
 import queue
 import re
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,19 @@ def test_forward_only_and_a_backward_of_someone_else(te: Any) -> None:
     assert module.weight.grad is not None and len(store) == 0
     ours.detach(store)
     assert module.wgrad_store is own
+
+
+def test_experts_that_are_gone_are_not_kept(te: Any) -> None:
+    """A trainer may build and delete models all through a run."""
+    from megatron_ext.integration.features.moe.experts import ExpertGradients
+
+    gradients, experts = ExpertGradients(None, lambda: False), te.Linear(8, 5)
+    gradients.attach(experts)
+    alive = weakref.ref(experts)
+    del experts
+    gc.collect()
+    assert alive() is None
+    gradients.close()
 
 
 def test_under_several_schedules(te: Any) -> None:

@@ -555,7 +555,7 @@ def experts(case: dict[str, Any]) -> Any:
                 found[door, name] = arena.capacity_bytes == size, arena.allocate(size + 1), asked
                 asked = []
             else:
-                kinds = layers._policy._kinds.values()
+                kinds = layers._policy.kinds()
                 found[door, name] = [(kind.step, len(kind.timers)) for kind in kinds]
                 del kinds
             del layers, function

@@ -151,7 +151,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             if auto:
                 found["trace"] = traced.calls
                 found["summary"] = policy.summary()
-                found["costs"] = [kind.tuner.costs for kind in policy._kinds.values()]
+                found["costs"] = [kind.tuner.costs for kind in policy.kinds()]
     return found
 
 

@@ -65,7 +65,10 @@ class ChosenMoE(FixedPolicy):
         super().__init__(space.plans()[0])
         self._space, self._budget_bytes, self._sets = space, budget_bytes, sets
         self._known = Costs() if costs is None else costs
-        self._kinds: dict[tuple[LayerShape, int, Any, bool], _Layers] = {}
+        # By the group whose ranks agree, of which a process with several models has several.
+        self._kinds: weakref.WeakKeyDictionary[Any, dict[tuple[LayerShape, int, bool], _Layers]] = (
+            weakref.WeakKeyDictionary()
+        )
         # What a budget has to know of each region: bytes that its experts keep for a row, and
         # whether they draw random numbers.
         self._probed: weakref.WeakKeyDictionary[Region, tuple[float, bool]] = (
@@ -100,11 +103,11 @@ class ChosenMoE(FixedPolicy):
         shape = layer_shape(layer.config, hidden.shape[-1], tp, size)
         kept_bytes, drawn = self._probe(layer, hidden, region(), shape.hidden)
         shape = shape._replace(kept_bytes=kept_bytes)
-        # Ranks agree within the layer's group: with several models a process has several.
-        key = shape, exchange.local_experts, exchange.groups.tp_ep, drawn
-        kind = self._kinds.get(key)
+        key = shape, exchange.local_experts, drawn
+        of_group = self._kinds.setdefault(exchange.groups.tp_ep, {})
+        kind = of_group.get(key)
         if kind is None:
-            kind = self._kinds[key] = self._kind(shape, exchange, drawn)
+            kind = of_group[key] = self._kind(shape, exchange, drawn)
         tuner, tokens, before = kind.tuner, hidden.numel() // hidden.shape[-1], kind.tuner.plan
         if kind.step != self._step:
             first = kind.step < 0  # nothing is known but balanced routing
@@ -122,11 +125,15 @@ class ChosenMoE(FixedPolicy):
 
     def summary(self) -> list[str]:
         """What ran how often: a line for each plan."""
-        return [line for kind in self._kinds.values() for line in kind.tuner.summary()]
+        return [line for kind in self.kinds() for line in kind.tuner.summary()]
+
+    def kinds(self) -> list[_Layers]:
+        """Of all groups that there are."""
+        return [kind for found in self._kinds.values() for kind in found.values()]
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        for kind in self._kinds.values():
+        for kind in self.kinds():
             for line in kind.tuner.summary():
                 self._log(f"over the run, {kind.tuner.costs.layers}: {line}")
         for handle in self._handles.values():

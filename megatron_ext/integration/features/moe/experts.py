@@ -161,7 +161,7 @@ class ExpertGradients:
         self._store.fused_experts = fused
         self.suspended = self._store.suspended
         self._waits = False
-        self._attached: list[SplitStore] = []
+        self._attached: weakref.WeakSet[SplitStore] = weakref.WeakSet()
 
     def hooks(self) -> tuple[Hook, ...]:
         """What lets Megatron's own linear layers leave weight gradients to the store."""
@@ -169,7 +169,7 @@ class ExpertGradients:
 
     def attach(self, experts: torch.nn.Module) -> None:
         """The same for modules of Transformer Engine."""
-        self._attached += attach(experts, self._store)
+        self._attached.update(attach(experts, self._store))
 
     def close(self) -> None:
         """Undo ``attach``."""
