@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,12 +15,22 @@ import torch
 import torch.distributed as dist
 
 from ..runtime.communicators import timeout_of
+from ..runtime.draws import Draws
 from ..runtime.watchdog import process_watchdog
 from .arguments import MegatronArgs
 from .errors import ConfigError
 
 # For what looks at the pass that runs: which one that is, is not known when a layer is compiled.
 untraced: Callable[[Any], Any] = torch.compiler.disable
+
+
+def _tracked_states() -> list[Any]:
+    """Of the generators that Megatron's random state tracker switches between, if it is loaded."""
+    module = sys.modules.get("megatron.core.tensor_parallel")
+    return [] if module is None else [*module.get_cuda_rng_tracker().get_states().values()]
+
+
+Draws.others = _tracked_states
 
 
 def nested(model: Any) -> Iterator[Any]:

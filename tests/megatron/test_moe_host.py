@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_ext.integration import ConfigError, host_memory
@@ -24,6 +25,7 @@ from megatron_ext.integration.features.moe.layer import FixedPolicy, LayerStep, 
 from megatron_ext.moe.autotune import SearchSpace
 from megatron_ext.moe.plan import LayerPlan, Strategy
 from megatron_ext.offload.arena import HostArena
+from megatron_ext.runtime.draws import Draws
 
 HIDDEN, FFN, TOKENS, TOPK = 64, 128, 256, 2
 ROW = 2 * HIDDEN  # of the experts' input, bf16
@@ -273,6 +275,22 @@ def test_auto_computes_no_dropout_again(
     assert plan.strategy.recomputes == (not dropped)
     assert ("auto does not try s0, s3 and s4" in caplog.text) == bool(dropped)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_numbers_of_megatrons_generators_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of its tracker leaves the default generator as it was."""
+    states = {"experts": torch.ones(16, dtype=torch.uint8), "graph-safe": torch.Generator()}
+    tracker = SimpleNamespace(get_states=lambda: states)
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    for draw in (
+        lambda: states.update(experts=states["experts"] + 1),
+        lambda: torch.rand(1, generator=states["graph-safe"]),
+    ):
+        draws = Draws(torch.device("cpu"))
+        states.update(experts=states["experts"].clone())  # forked, and nothing drawn
+        assert not draws.found()
+        draw()
+        assert draws.found()
 
 
 def test_auto_agrees_in_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
