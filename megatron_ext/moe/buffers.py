@@ -59,11 +59,6 @@ class Ring:
         """Bytes of all buffers that there are."""
         return sum(s.memory.numel() for s in self._slots.values() if s.memory is not None)
 
-    def storages(self) -> set[int]:
-        """Identities of the storages of all buffers."""
-        slots = self._slots.values()
-        return {s.memory.untyped_storage()._cdata for s in slots if s.memory is not None}
-
     def reserve(self, purpose: str, nbytes: int) -> None:
         """From now on buffers of ``purpose`` have at least so many bytes."""
         self._wanted[purpose] = max(nbytes, self._wanted.get(purpose, 0))
@@ -114,14 +109,14 @@ def _grown(nbytes: int) -> int:
 
 
 class Departures:
-    """What is on its way to the host from memory that no ring owns: at most ``depth`` chunks'.
+    """What is on its way to the host from memory that no ring owns: at most ``DEPTH`` chunks'.
 
     Without a bound a slow link would keep all chunks' memory; with it, compute waits for the link
     as it would for a slot.
     """
 
-    def __init__(self, engine: Engine, depth: int = DEPTH) -> None:
-        self._engine, self._depth = engine, depth
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._departing: list[tuple[Ticket, list[torch.Tensor]]] = []
 
     def add(self, ticket: Ticket, memory: list[torch.Tensor]) -> None:
@@ -133,7 +128,7 @@ class Departures:
         while self._departing:
             sent = self._departing[0][0].sent
             assert sent is not None
-            if len(self._departing) < self._depth and not sent.query():
+            if len(self._departing) < DEPTH and not sent.query():
                 return
             self._free_first()
 

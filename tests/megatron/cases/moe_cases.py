@@ -150,8 +150,9 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 found["arena used"] = ours.memory.engine.arena.used_bytes
             if auto:
                 found["trace"] = traced.calls
-                found["summary"] = policy.summary()
-                found["costs"] = [kind.tuner.costs for kind in policy.kinds()]
+                tuners = [kind.tuner for kind in policy.kinds()]
+                found["summary"] = [line for tuner in tuners for line in tuner.summary()]
+                found["costs"] = [tuner.costs for tuner in tuners]
     return found
 
 
@@ -255,7 +256,8 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
             with watched():
                 y, _ = layer(x.clone().requires_grad_())
             ours.memory.departures.flush()
-            ring = ours.memory.ring.storages()
+            slots = [slot.memory for slot in ours.memory.ring._slots.values()]
+            ring = {one.untyped_storage()._cdata for one in slots if one is not None}
             inside = [entry for cdata, entry in watched.inside.items() if cdata not in ring]
             found["worst", way] = watched.worst
             found[way] = {

@@ -123,10 +123,6 @@ class ChosenMoE(FixedPolicy):
                 kind.timers.append(timer)
         return Execution(tuner, tuner.plan.stock, timer, tuner.plan != before)
 
-    def summary(self) -> list[str]:
-        """What ran how often: a line for each plan."""
-        return [line for kind in self.kinds() for line in kind.tuner.summary()]
-
     def kinds(self) -> list[_Layers]:
         """Of all groups that there are."""
         return [kind for found in self._kinds.values() for kind in found.values()]
