@@ -78,11 +78,9 @@ def dense(job: Job) -> Part:
 
 def routed_tokens(job: Job) -> int:
     """Tokens that one rank's experts get together, with balanced routing."""
-    routed = job.tokens * job.moe_router_topk
+    # A rank's own tokens meet those of the other ranks that share the experts.
     tp, etp = job.tensor_model_parallel_size, job.expert_tensor_parallel_size
-    if job.sequence_parallel or tp == 1:
-        # A rank's own tokens meet those of the other ranks that share the experts.
-        routed = routed * etp // tp
+    routed = job.tokens * job.moe_router_topk * etp // tp
     if job.moe_expert_capacity_factor:
         routed = int(routed * job.moe_expert_capacity_factor)
     return routed

@@ -96,6 +96,12 @@ def check(job: Job) -> None:
     Raises:
         PlanError: with the rule and the fix.
     """
+    if has_experts(job) and job.tensor_model_parallel_size > 1 and not job.sequence_parallel:
+        # ``MoELayer.forward``, in training.
+        raise PlanError(
+            "Megatron trains experts with --tensor-model-parallel-size "
+            f"{job.tensor_model_parallel_size} only beside --sequence-parallel; give it too"
+        )
     chunks, strategy = job.moe_pipeline_chunks, job.moe_memory_reuse
     check_flags(chunks, strategy, job.moe_memory_budget)
     if chunks in (None, "off"):

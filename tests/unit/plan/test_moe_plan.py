@@ -331,6 +331,7 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
             "with --cuda-graph-modules moe_router",
         ),
         ("--num-experts 100", "--num-experts 100 cannot be divided by 32"),
+        ("--tensor-model-parallel-size 2", "size 2 only beside --sequence-parallel; give it too"),
         (
             "--moe-pipeline-chunks 2 --moe-memory-reuse s4 --recompute-granularity full "
             "--recompute-method uniform",
