@@ -9,6 +9,7 @@ from typing import Any
 from .._input import flag_of
 from .model import Job, PlanError
 from .pattern import layer_kinds
+from .quantization import recipe_of
 
 
 def job_with_defaults(given: dict[str, Any]) -> Job:
@@ -129,11 +130,7 @@ def precision(given: dict[str, Any]) -> dict[str, Any]:
     eight, four = given.get("fp8_format"), given.get("fp4_format")
     if eight and four:
         raise PlanError("--fp8-format and --fp4-format exclude each other; give one")
-    recipe = None
-    if eight:
-        recipe = given.get("fp8_recipe") or "delayed"
-    if four:
-        recipe = given.get("fp4_recipe") or "nvfp4"
+    recipe = recipe_of(given.get)
     gathered = given.get("fp8_param_gather" if eight else "fp4_param_gather")
     return {"recipe": recipe, "quantized_parameters": bool(recipe and gathered)}
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..._conflict import argument
 from ..._input import attribute, parse_json, read_text, reason, shown
 from ..divisions import SIZES
 from ..flags import FLAGS, not_modelled
@@ -13,8 +14,6 @@ from ..launches import graphed
 from ..model import PlanError
 
 Given = dict[str, Any]
-# Of flags whose value Megatron's parsed arguments have under another name.
-_PARSED = {"fp8_format": "fp8", "fp4_format": "fp4"}
 # A file describes a model and a batch; how both are divided is the flags' or the search's to say.
 _LEFT_OUT = {
     *(*SIZES, "world_size", "sequence_parallel", "padded_vocab_size"),
@@ -40,7 +39,7 @@ def of_arguments(values: Mapping[str, Any], source: str) -> Given:
     given: Given = {}
     for flag, kind in FLAGS.items():
         name = attribute(flag)
-        value = _plain(values.get(_PARSED.get(name, name)))
+        value = _plain(values.get(argument(flag)))
         absent = value is None or value is False or (kind is int and value == 0)
         if not absent and name not in _LEFT_OUT:
             given[name] = _typed(value, kind, name, source)

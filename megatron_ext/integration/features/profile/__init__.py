@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from ....plan.defaults import precision, recompute
+from ....plan.defaults import recompute
 from ....plan.model import PlanError
 from ....plan.profile import Profile
+from ....plan.quantization import recipe_of
 from ....runtime.trace import Recorder
 from ....schedule.placement import Placement
 from ....schedule.schedule import Schedule
@@ -94,10 +95,10 @@ class ProfileSteps(Feature):
         if run.request is None or path is None or args.pp_profile_steps is not None:
             return
         given = {**vars(args), "cheap_recompute": bool(args.pp_cheap_recompute)}
-        given |= {f"{kind}_format": given.get(kind) for kind in ("fp8", "fp4")}
         try:
             run.profile = Profile.load(path)
-            run.profile.require(SimpleNamespace(**given | precision(given) | recompute(given)))
+            given |= {"recipe": recipe_of(given.get), **recompute(given)}
+            run.profile.require(SimpleNamespace(**given))
         except PlanError as error:
             raise READ.broken(path=path, error=error) from None
 
