@@ -93,12 +93,12 @@ def loss(job: Job) -> Part:
     (``--cross-entropy-fusion-impl te``) writes the logits' gradient in their place instead.
     """
     e, t, h = job.element_bytes, job.tokens, job.hidden_size
-    words = job.words
+    words, size = job.words, job.logit_bytes
     # Its W is part of B: the logits' gradient would wait with every set.
     output = column(job, "output layer's input", h, words, quantized=False, splits=False)
-    kept = SavedTensor("softmax of the logits", (e if job.in_place_loss else FP32) * t * words)
+    kept = SavedTensor("softmax of the logits", (size if job.in_place_loss else FP32) * t * words)
     # Which labels lie in this rank's part of the vocabulary, and which they are there.
     labels = SavedTensor("labels", 9 * t)
     # The loss reads and writes fp32 logits a few times.
-    work = Work(moved=t * words * (e + 5 * 4), moved_back=t * words * (3 * 4 + e), kernels=10)
+    work = Work(moved=t * words * (size + 5 * 4), moved_back=t * words * (3 * 4 + e), kernels=10)
     return Part((output, kept, labels), 0, work.plus(exchange(job).half()))

@@ -83,6 +83,7 @@ class Job:
     linear_num_value_heads: int = 32
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
+    output_logit_dtype: str | None = None
     num_experts: int = 0
     moe_latent_size: int | None = None
     moe_router_topk: int = 2
@@ -127,6 +128,7 @@ class Job:
     recompute_num_layers: int = 1
     recompute_modules: tuple[str, ...] = ()
     offload_modules: tuple[str, ...] = ()
+    activation_offload_fraction: float = 1.0
     distribute_saved_activations: bool = False
     cheap_recompute: bool = False
     overlap_moe_expert_parallel_comm: bool | None = None
@@ -164,8 +166,11 @@ class Job:
                 raise PlanError(f"{flag_of(name)} must be one of {', '.join(_BYTES)}")
         if self.recipe not in (None, *RECIPES):
             raise PlanError(f"--fp8-recipe (or fp4) must be one of {', '.join(RECIPES)}")
-        if not 0 <= self.optimizer_offload_fraction <= 1:
-            raise PlanError("--optimizer-offload-fraction must be between 0 and 1")
+        for name in ("optimizer_offload_fraction", "activation_offload_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise PlanError(f"{flag_of(name)} must be between 0 and 1")
+        if self.output_logit_dtype not in (None, "bf16", "fp32"):
+            raise PlanError("--output-logit-dtype must be one of bf16, fp32")
         if self.cheap_recompute and self.recompute_granularity == "full":
             raise PlanError(
                 "--pp-cheap-recompute has nothing to do under --recompute-granularity full; drop "
@@ -176,6 +181,11 @@ class Job:
     def element_bytes(self) -> int:
         """Bytes of a parameter and of an activation."""
         return _BYTES[self.params_dtype]
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of one logit, as the output layer computes it."""
+        return _BYTES[self.output_logit_dtype or self.params_dtype]
 
     @property
     def quantization(self) -> Quantization | None:

@@ -322,6 +322,8 @@ def test_a_v_has_both_ends_on_rank_0():
         ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than"),
         ("--num-experts 4 --moe-layer-freq __import__('os')", "--moe-layer-freq"),
         ("--recompute-granularity full", "--recompute-method"),
+        ("--activation-offload-fraction 1.5", "--activation-offload-fraction must be between"),
+        ("--output-logit-dtype fp16", "--output-logit-dtype must be one of bf16, fp32"),
         ("--hidden-size many", "invalid int value"),
     ],
 )
