@@ -25,7 +25,7 @@ ASSUMPTIONS = (
     "of NVLink inside a node and of one network adapter a device between nodes; with "
     "--overlap-grad-reduce and --overlap-param-gather what one microbatch's passes do not hide",
     "context-parallel exchange: keys and values over a ring, hidden by attention itself as far as "
-    "that takes as long",
+    "that takes as long; with --cp-comm-type all_gather or a2a before and after it, not hidden",
     "the optimizer's step: its states, read and written once at the memory's rate; with "
     "--optimizer-cpu-offload gradients of what is on the host go there and parameters come back, "
     "at the link's rate; what the host computes is not counted",
@@ -110,13 +110,19 @@ class Links:
         cp, tp = job.context_parallel_size, job.tensor_model_parallel_size
         if cp < 2:
             return 0.0, 0.0
-        keys, values = job.key_width, job.key_width
-        queries = job.query_width
+        keys = values = job.key_width
+        queries = outputs = job.query_width
         if job.multi_latent_attention:
             queries = keys = job.num_attention_heads * (job.qk_head_dim + job.qk_pos_emb_head_dim)
-            values = job.num_attention_heads * job.v_head_dim
-        size = job.tokens * cp * (keys + values) / tp * job.element_bytes
-        sent = self.ring(size, cp, tp)
+            values = outputs = job.num_attention_heads * job.v_head_dim
+        each = job.tokens / tp * job.element_bytes
+        if job.cp_comm_type == "a2a":
+            # Before attention and after it; in B their gradients, the other way.
+            sent = self.ring(each * (queries + keys + values + outputs), cp, tp)
+            return sent, sent
+        sent = self.ring(each * cp * (keys + values), cp, tp)
+        if job.cp_comm_type == "all_gather":
+            return sent, 2 * sent
         # Causal attention, of which every rank has an equal part.
         flops = job.tokens * job.seq_length * 2 * queries / tp
         hidden = flops / (self.gpu.flops * self.gpu.efficiency)

@@ -58,6 +58,7 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         ),
         transformer_engine=given.get("transformer_impl", "transformer_engine") != "local",
         expert_tensor_parallel_size=given.get("expert_tensor_parallel_size", tp),
+        cp_comm_type=_exchange(given, assumed),
         params_dtype=_dtype(given),
         layout=given.get("pipeline_model_parallel_layout"),
         cheap_recompute=bool(given.get("pp_cheap_recompute")),
@@ -117,6 +118,17 @@ def _vocabulary(given: dict[str, Any], tp: int, assumed: list[str]) -> int:
         multiple = lcm(multiple, given.get("pipeline_model_parallel_size", 1))
     multiple *= tp
     return int(-(-vocabulary // multiple) * multiple)
+
+
+def _exchange(given: dict[str, Any], assumed: list[str]) -> str:
+    """How context-parallel ranks exchange keys and values: one way for all layers."""
+    kinds = given.get("cp_comm_type") or ["p2p"]
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    if len(kinds) == 1 and (kind := kinds.pop()) in ("p2p", "all_gather", "a2a"):
+        return str(kind)
+    if given.get("context_parallel_size", 1) > 1:
+        assumed.append("--cp-comm-type of several ways, or in two levels: counted as p2p")
+    return "p2p"
 
 
 def _dtype(given: dict[str, Any]) -> str:

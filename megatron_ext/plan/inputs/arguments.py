@@ -78,6 +78,7 @@ def _typed(value: Any, kind: Any, name: str, source: str) -> Any:
     if kind is str:
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     if kind is list:
+        value = [value] if isinstance(value, str) else value
         good = isinstance(value, list | tuple)
     elif kind is bool:
         good = value is True
