@@ -85,14 +85,17 @@ class Links:
         sharded = job.use_distributed_optimizer or job.optimizer == "dist_muon"
         # Every instance has all states: shards are reduced once more over the instances.
         instances = job.num_distributed_optimizer_instances if sharded else 1
+        # Ranks that hold the same parts of weights; those between them reduce in every pass.
         ranks, stride = (
-            job.data_parallel_size * job.context_parallel_size,
-            job.tensor_model_parallel_size,
+            job.data_parallel_size * job.context_parallel_size // job.weight_parts,
+            job.tensor_model_parallel_size * job.weight_parts,
         )
         of_experts = job.expert_model_parallel_size * job.expert_tensor_parallel_size
+        of_experts *= job.expert_weight_parts
+        sharing = job.expert_data_parallel_size // job.expert_weight_parts
         shared = (
             (Count(count.dense, other=count.other), ranks, stride),
-            (Count(expert=count.expert), job.expert_data_parallel_size, of_experts),
+            (Count(expert=count.expert), sharing, of_experts),
         )
         gradients = parameters = 0.0
         for part, ranks, stride in shared:

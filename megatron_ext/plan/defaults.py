@@ -196,16 +196,30 @@ def _data_parallel(given: dict[str, Any], tp: int, assumed: list[str]) -> dict[s
             f"{tp} x {pp} x {cp}"
         )
     experts = given.get("expert_model_parallel_size", 1)
-    experts *= given.get("expert_tensor_parallel_size", tp)
+    etp = given.get("expert_tensor_parallel_size", tp)
+    experts *= etp
     if given.get("num_experts") and world // pp % experts:
         raise PlanError(
             f"--world-size {world} has {world // pp} ranks a pipeline stage, which "
             f"{experts} expert-parallel x expert-tensor-parallel ranks do not divide"
         )
     instances = given.get("num_distributed_optimizer_instances", 1)
-    shared = [world // (tp * pp)]
-    shared += [world // pp // experts] if given.get("num_experts") else []
-    for ranks in shared:
+    shared = [("tensor_parallel_num_weight_shards", tp, world // (tp * pp))]
+    if given.get("num_experts"):
+        shared.append(("expert_tensor_parallel_num_weight_shards", etp, world // pp // experts))
+    for name, size, ranks in shared:
+        parts = max(1, (given.get(name) or size) // size)
+        if parts > 1:
+            assumed.append(
+                f"{flag_of(name)}: passes hide what is gathered and reduced of weights, and its "
+                "buffers are not counted"
+            )
+        if ranks % parts:
+            raise PlanError(
+                f"{flag_of(name)} {given[name]} cuts weights over {parts} ranks, which do not "
+                f"divide the {ranks} data-parallel ones; give another number"
+            )
+        ranks //= parts
         if ranks % instances:
             raise PlanError(
                 f"--num-distributed-optimizer-instances {instances} does not divide the {ranks} "

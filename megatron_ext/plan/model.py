@@ -104,6 +104,8 @@ class Job:
     cp_comm_type: str = "p2p"
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
+    tensor_parallel_num_weight_shards: int | None = None
+    expert_tensor_parallel_num_weight_shards: int | None = None
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
     data_parallel_size: int = 1
@@ -182,6 +184,18 @@ class Job:
     def element_bytes(self) -> int:
         """Bytes of a parameter and of an activation."""
         return _BYTES[self.params_dtype]
+
+    @property
+    def weight_parts(self) -> int:
+        """Data-parallel ranks that each hold a part of a weight, and gather it when it is used."""
+        shards, tp = self.tensor_parallel_num_weight_shards, self.tensor_model_parallel_size
+        return (shards or tp) // tp
+
+    @property
+    def expert_weight_parts(self) -> int:
+        """The same of experts' weights."""
+        shards, tp = self.expert_tensor_parallel_num_weight_shards, self.expert_tensor_parallel_size
+        return (shards or tp) // tp
 
     @property
     def logit_bytes(self) -> int:
@@ -287,6 +301,7 @@ def _shared(job: Job) -> list[tuple[str, int, int]]:
     kinds = "".join((*job.layers, *job.mtp_layers))
     mamba, delta = tp if "M" in kinds else 1, tp if "G" in kinds else 1
     # Of a sequence two parts, so that causal attention is balanced.
+    etp = job.expert_tensor_parallel_size
     parts, shares = cp if cp == 1 else 2 * cp, tp if job.sequence_parallel else 1
     return [
         ("--num-attention-heads", job.num_attention_heads, tp),
@@ -294,6 +309,13 @@ def _shared(job: Job) -> list[tuple[str, int, int]]:
         ("--seq-length (two parts a context-parallel rank)", length, parts),
         ("--seq-length of a context-parallel rank", length // cp, shares),
         ("--ffn-hidden-size", job.ffn_hidden_size, tp),
+        *(
+            (flag_of(name), getattr(job, name) or ranks, ranks)
+            for name, ranks in (
+                ("tensor_parallel_num_weight_shards", tp),
+                ("expert_tensor_parallel_num_weight_shards", etp),
+            )
+        ),
         ("--num-experts", job.num_experts, job.expert_model_parallel_size),
         ("the Mamba heads", job.mamba_heads, mamba),
         ("--mamba-num-groups", job.mamba_num_groups, mamba),

@@ -173,6 +173,8 @@ def obstacle(job: Job, strategy: str) -> str | None:
         fp8_recipe=job.recipe,
         fp4=quantized == "--fp4",
         overlap_moe_expert_parallel_comm=job.overlap_moe_expert_parallel_comm,
+        expert_tensor_parallel_size=job.expert_tensor_parallel_size,
+        expert_tensor_parallel_num_weight_shards=job.expert_tensor_parallel_num_weight_shards,
     )
     found = first_conflict(CONFLICTS, args, ("", *parts_of(strategy)))
     return None if found is None else found[1]
