@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .kinds import embedding, last_norm, layer, loss, prediction_layer
+from .kinds import embedding, last_norm, layer, logit_bytes, loss, prediction_layer
 from .layout import Stage
 from .model import Job
 from .parts import FP32, Part
@@ -126,7 +126,7 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
         words = job.words
         # Beside the fp32 softmax: the logits as they were computed, and their gradient in B, which
         # the output layer takes in the type of its input.
-        stays = job.in_place_loss and job.logit_bytes == job.element_bytes
+        stays = job.in_place_loss and logit_bytes(job) == job.element_bytes
         logits = 0 if stays else job.element_bytes * job.tokens * words
     b, w, _ = sums(job, ends)
     # An input, and an output's gradient of this or of the next layer.

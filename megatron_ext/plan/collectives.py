@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .gpu import Gpu
 from .memory import StageBytes
 from .model import Job
-from .parameters import Count, gathered_bytes, state_bytes
+from .parameters import Count, gathered_bytes, state_bytes, weight_parts
 from .times import MESSAGE_S
 
 ATTENTION = "*w+"  # kinds of layers whose keys and values context-parallel ranks exchange
@@ -86,13 +86,14 @@ class Links:
         # Every instance has all states: shards are reduced once more over the instances.
         instances = job.num_distributed_optimizer_instances if sharded else 1
         # Ranks that hold the same parts of weights; those between them reduce in every pass.
+        parts, expert_parts = weight_parts(job)
         ranks, stride = (
-            job.data_parallel_size * job.context_parallel_size // job.weight_parts,
-            job.tensor_model_parallel_size * job.weight_parts,
+            job.data_parallel_size * job.context_parallel_size // parts,
+            job.tensor_model_parallel_size * parts,
         )
         of_experts = job.expert_model_parallel_size * job.expert_tensor_parallel_size
-        of_experts *= job.expert_weight_parts
-        sharing = job.expert_data_parallel_size // job.expert_weight_parts
+        of_experts *= expert_parts
+        sharing = job.expert_data_parallel_size // expert_parts
         shared = (
             (Count(count.dense, other=count.other), ranks, stride),
             (Count(expert=count.expert), sharing, of_experts),

@@ -22,6 +22,7 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
     h, heads = given["hidden_size"], given["num_attention_heads"]
     tp = given.get("tensor_model_parallel_size", 1)
     _positive(given)
+    _known(given)
     if h % heads and not given.get("kv_channels"):
         raise PlanError(
             f"--hidden-size {h} is no multiple of --num-attention-heads {heads}; Megatron needs "
@@ -96,6 +97,13 @@ def _positive(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if type(value) is int and value < 1:
             raise PlanError(f"{flag_of(name)} must be a whole number >= 1, got {value}")
+
+
+def _known(given: dict[str, Any]) -> None:
+    if not 0 <= given.get("activation_offload_fraction", 1) <= 1:
+        raise PlanError("--activation-offload-fraction must be between 0 and 1")
+    if given.get("output_logit_dtype") not in (None, "bf16", "fp32"):
+        raise PlanError("--output-logit-dtype must be one of bf16, fp32")
 
 
 def _flash(given: dict[str, Any]) -> bool:

@@ -169,11 +169,8 @@ class Job:
                 raise PlanError(f"{flag_of(name)} must be one of {', '.join(_BYTES)}")
         if self.recipe not in (None, *RECIPES):
             raise PlanError(f"--fp8-recipe (or fp4) must be one of {', '.join(RECIPES)}")
-        for name in ("optimizer_offload_fraction", "activation_offload_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise PlanError(f"{flag_of(name)} must be between 0 and 1")
-        if self.output_logit_dtype not in (None, "bf16", "fp32"):
-            raise PlanError("--output-logit-dtype must be one of bf16, fp32")
+        if not 0 <= self.optimizer_offload_fraction <= 1:
+            raise PlanError("--optimizer-offload-fraction must be between 0 and 1")
         if self.cheap_recompute and self.recompute_granularity == "full":
             raise PlanError(
                 "--pp-cheap-recompute has nothing to do under --recompute-granularity full; drop "
@@ -184,23 +181,6 @@ class Job:
     def element_bytes(self) -> int:
         """Bytes of a parameter and of an activation."""
         return _BYTES[self.params_dtype]
-
-    @property
-    def weight_parts(self) -> int:
-        """Data-parallel ranks that each hold a part of a weight, and gather it when it is used."""
-        shards, tp = self.tensor_parallel_num_weight_shards, self.tensor_model_parallel_size
-        return (shards or tp) // tp
-
-    @property
-    def expert_weight_parts(self) -> int:
-        """The same of experts' weights."""
-        shards, tp = self.expert_tensor_parallel_num_weight_shards, self.expert_tensor_parallel_size
-        return (shards or tp) // tp
-
-    @property
-    def logit_bytes(self) -> int:
-        """Bytes of one logit, as the output layer computes it."""
-        return _BYTES[self.output_logit_dtype or self.params_dtype]
 
     @property
     def quantization(self) -> Quantization | None:

@@ -37,6 +37,14 @@ class Count:
         return self.dense + self.expert + self.other
 
 
+def weight_parts(job: Job) -> tuple[int, int]:
+    """Data-parallel ranks that each hold a part of a weight, and gather it when it is used; and the
+    same of experts' weights."""
+    tp, etp = job.tensor_model_parallel_size, job.expert_tensor_parallel_size
+    shards = job.tensor_parallel_num_weight_shards or tp
+    return shards // tp, (job.expert_tensor_parallel_num_weight_shards or etp) // etp
+
+
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of one rank (or stage) that stay through all steps."""
@@ -60,7 +68,7 @@ class StateBytes:
 
 def count(job: Job, parts: Iterable[Part]) -> Count:
     """Parameters of parts."""
-    cuts = {"dense": job.weight_parts, "expert": job.expert_weight_parts, "other": 1}
+    cuts = dict(zip(("dense", "expert", "other"), (*weight_parts(job), 1)))
     total = Count()
     for part in parts:
         total += Count(other=part.parameters)
@@ -82,7 +90,7 @@ def embedding_parameters(job: Job) -> int:
 
 def _words(job: Job) -> int:
     """Of a rank's rows of the vocabulary."""
-    return -(-job.words * job.hidden_size // job.weight_parts)
+    return -(-job.words * job.hidden_size // weight_parts(job)[0])
 
 
 def output_parameters(job: Job, *, with_embedding: bool) -> int:
@@ -185,10 +193,9 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     d = expert_d = 1
     if job.use_distributed_optimizer or job.optimizer == "dist_muon":
         instances = job.num_distributed_optimizer_instances
-        ranks = job.data_parallel_size * job.context_parallel_size // job.weight_parts
-        d = max(1, ranks // instances)
-        ranks = job.expert_data_parallel_size // job.expert_weight_parts
-        expert_d = max(1, ranks // instances)
+        ranks, parts = job.data_parallel_size * job.context_parallel_size, weight_parts(job)
+        d = max(1, ranks // parts[0] // instances)
+        expert_d = max(1, job.expert_data_parallel_size // parts[1] // instances)
     optimizer = -(-(count.dense * of_matrix + count.other * each) // d)
     optimizer += -(-count.expert * of_matrix // expert_d)
     if job.optimizer_cpu_offload:

@@ -12,7 +12,7 @@ from megatron_ext.plan.kinds import layer
 from megatron_ext.plan.layout import Stage, even_split
 from megatron_ext.plan.memory import growth, message_bytes, rank_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
-from megatron_ext.plan.parameters import Count, layer_parameters, state_bytes
+from megatron_ext.plan.parameters import Count, layer_parameters, state_bytes, weight_parts
 from megatron_ext.reproduce.jobs import Model, activation_gib, published_k, simulated
 from megatron_ext.reproduce.rows import published
 from megatron_ext.schedule.costs import Costs
@@ -346,7 +346,7 @@ def test_weights_that_data_parallel_ranks_share():
         job_of(read(f"{PLAIN.replace('--fp16', '')} {line} {more}".split())[0])
         for more in ("", f"{dense} 8 {expert} 2")
     )
-    assert (cut.weight_parts, cut.expert_weight_parts) == (4, 2)
+    assert weight_parts(cut) == (4, 2)
     before, after = (layer_parameters(one, 0) for one in (plain, cut))
     assert (before.dense, before.expert) == (4 * after.dense, 2 * after.expert)
     assert before.other == after.other

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from ....plan.defaults import recompute
+from ....plan.defaults import precision, recompute
 from ....plan.model import PlanError
 from ....plan.profile import Profile
-from ....plan.quantization import recipe_of
 from ....runtime.trace import Recorder
 from ....schedule.placement import Placement
 from ....schedule.schedule import Schedule
@@ -97,8 +96,7 @@ class ProfileSteps(Feature):
         given = {**vars(args), "cheap_recompute": bool(args.pp_cheap_recompute)}
         try:
             run.profile = Profile.load(path)
-            given |= {"recipe": recipe_of(given.get), **recompute(given)}
-            run.profile.require(SimpleNamespace(**given))
+            run.profile.require(SimpleNamespace(**given | precision(given) | recompute(given)))
         except PlanError as error:
             raise READ.broken(path=path, error=error) from None
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from ...._conflict import argument
-from ...._input import attribute
+from ...._conflict import argument, attribute
 from ....plan.budget import Budget
 from ....plan.flags import FLAGS, GRAPHS, graphed, job_of, not_modelled
 from ....plan.layout import Split, read_layout
@@ -50,7 +49,7 @@ def job_of_args(args: MegatronArgs) -> Job:
     given["no_gradient_accumulation_fusion"] = args.gradient_accumulation_fusion is False
     if not given.get("group_query_attention"):
         given.pop("num_query_groups", None)
-    given["graphed"] = graphed({name: getattr(args, name, None) for name in map(attribute, GRAPHS)})
+    given["graphed"] = graphed({name: getattr(args, name, None) for name in map(argument, GRAPHS)})
     return job_of(given)
 
 
