@@ -8,7 +8,7 @@ from typing import Any
 
 from ..._conflict import argument
 from ..._input import attribute, parse_json, read_text, reason, shown
-from ..divisions import SIZES
+from ..divisions import SIZES, WEIGHT_SHARDS
 from ..flags import FLAGS, not_modelled
 from ..launches import graphed
 from ..model import PlanError
@@ -16,7 +16,14 @@ from ..model import PlanError
 Given = dict[str, Any]
 # A file describes a model and a batch; how both are divided is the flags' or the search's to say.
 _LEFT_OUT = {
-    *(*SIZES, "world_size", "sequence_parallel", "padded_vocab_size"),
+    *(
+        *SIZES,
+        *WEIGHT_SHARDS,
+        "cp_comm_type",
+        "world_size",
+        "sequence_parallel",
+        "padded_vocab_size",
+    ),
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
     *("decoder_last_pipeline_num_layers", "num_distributed_optimizer_instances"),
 }
@@ -78,7 +85,6 @@ def _typed(value: Any, kind: Any, name: str, source: str) -> Any:
     if kind is str:
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     if kind is list:
-        value = [value] if isinstance(value, str) else value
         good = isinstance(value, list | tuple)
     elif kind is bool:
         good = value is True
