@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._input import attribute
+from ._input import attribute as attribute
 from ._megatron_flags import NEUTRAL
 
 # Where the argument is not named as the flag.

@@ -19,7 +19,7 @@ from ..plan.layout import read_layout
 from ..plan.model import Job, PlanError
 from ..plan.refusals import FILE, of_file, of_schedules
 from ..schedule import GENERATORS, Placement, ScheduleSpec
-from .plan_input import UNEVEN, VIRTUAL, values_given
+from .plan_input import GROUP, UNEVEN, VIRTUAL, values_given
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Given:
         overlap: which data-parallel exchange its passes hide.
         searches: parallel sizes are searched.
         arguments: Megatron's, as attributes, and what plan does not know.
+        group: microbatches that a chunk of Megatron's interleaved order runs in a row; None: as
+            many as there are pipeline ranks.
     """
 
     schedule: str
@@ -39,6 +41,7 @@ class Given:
     overlap: Overlap
     searches: bool
     arguments: SimpleNamespace
+    group: int | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace, given: dict[str, Any]) -> Given:
@@ -71,7 +74,11 @@ class Given:
         if name in GENERATORS:
             default = GENERATORS[name].default_chunks
             return cls(name, count if count > 1 else default, overlap, searches, every)
-        return cls("1f1b" if count == 1 else "interleaved", count, overlap, searches, every)
+        if count == 1:
+            return cls("1f1b", count, overlap, searches, every)
+        group = str(values.get(GROUP, ""))
+        size = int(group) if group.isdigit() and int(group) != pp else None
+        return cls("interleaved", count, overlap, searches, every, size)
 
     @property
     def stock_only(self) -> str | None:
@@ -154,6 +161,8 @@ def replaced(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[st
     layout = "--pipeline-model-parallel-layout" in printed
     alone = "--pipeline-model-parallel-size 1" in flags
     clash = [*VIRTUAL, *(UNEVEN if layout or alone else ()), *SIZES, *_OURS]
+    if f"--pipeline-model-parallel-size {names.get(GROUP)}" not in flags:
+        clash.append(GROUP)  # orders have groups of as many microbatches as ranks
     clash += [_LAYOUT] if alone or _is_open(args, given) else []
     clash += _OF_TENSOR if "--tensor-model-parallel-size 1" in flags else ()
     return [

@@ -8,11 +8,11 @@ functions. Tests compare with what autograd holds for Megatron's own layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .kinds import embedding, last_norm, layer, loss, prediction_layer
+from .kinds import embedding, last_norm, layer, logit_bytes, loss, prediction_layer
 from .layout import Stage
 from .model import Job
 from .parts import FP32, Part
@@ -69,8 +69,21 @@ def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=1024)
 def _layer(job: Job, kinds: str) -> tuple[Sequence[Part], tuple[int, int, int]]:
-    parts = layer(job, kinds)
-    return parts, sums(job, parts)
+    return _with_sums(job, layer, kinds)
+
+
+def _with_sums(
+    job: Job, make: Callable[[Job, str], Sequence[Part]], kinds: str
+) -> tuple[Sequence[Part], tuple[int, int, int]]:
+    """The parts, and the bytes of their tensors where Megatron offloads a share of its groups of
+    tensors: in the mean over a stage's layers, though it is the later ones that stay."""
+    parts = make(job, kinds)
+    kept, waiting, again = sums(job, parts)
+    share = job.activation_offload_fraction
+    if job.offload_modules and share < 1:
+        whole, *_ = sums(job, make(job.with_(offload_modules=()), kinds))
+        kept = round(share * kept + (1 - share) * whole)
+    return parts, (kept, waiting, again)
 
 
 def stage_set(job: Job, stage: Stage) -> SetBytes:
@@ -97,8 +110,7 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
             # One layer's at a time; what a split W needs of it is in ``bytes_b_to_w``.
             recompute = max(recompute, extra)
     for kinds in job.mtp_layers if stage.predicts else ():
-        predicting = prediction_layer(job, kinds)
-        b, w, extra = sums(job, predicting)
+        predicting, (b, w, extra) = _with_sums(job, prediction_layer, kinds)
         parts += predicting
         bytes_b_to_w += w
         # Recomputed as a whole it keeps its two inputs: hidden states and embeddings.
@@ -112,8 +124,10 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
     elif stage.last:
         ends += [last_norm(job), *[loss(job)] * job.heads]
         words = job.words
-        # Beside the fp32 softmax: the logits as they were computed, and their gradient in B.
-        logits = 0 if job.in_place_loss else job.element_bytes * job.tokens * words
+        # Beside the fp32 softmax: the logits as they were computed, and their gradient in B, which
+        # the output layer takes in the type of its input.
+        stays = job.in_place_loss and logit_bytes(job) == job.element_bytes
+        logits = 0 if stays else job.element_bytes * job.tokens * words
     b, w, _ = sums(job, ends)
     # An input, and an output's gradient of this or of the next layer.
     several = job.tokens != job.sharded_tokens and len(stage.layers) > 0

@@ -69,6 +69,14 @@ def scores(job: Job) -> Pieces:
     return dropped([SavedTensor("attention scores", size)], really=job.recomputes("core_attn"))
 
 
+def _gathered(job: Job, widths: int) -> int:
+    """Keys and values (of these widths together) of the whole sequence, and their gradients, where
+    context-parallel ranks gather them."""
+    cp = job.context_parallel_size
+    gathers = cp > 1 and job.cp_comm_type == "all_gather"
+    return 2 * job.element_bytes * job.tokens * cp * widths if gathers else 0
+
+
 def attention(job: Job, *, window: int | None = None) -> Part:
     """Self-attention with grouped queries and the norm before it.
 
@@ -117,6 +125,7 @@ def attention(job: Job, *, window: int | None = None) -> Part:
         parameters,
         work.plus(before.work),
         (core if job.recomputes("core_attn") else Work()).plus(before.again),
+        _gathered(job, 2 * k),
         carried=2 * e * t * k,
     )
 
@@ -179,6 +188,7 @@ def latent_attention(job: Job) -> Part:
         parameters,
         own.plus(core).plus(exchange(job)).plus(before.work).plus(waits(job, LATENT, "attn")),
         again.plus(own) if recomputes else again,
+        _gathered(job, q + v),
         carried=e * t * (q + v),
     )
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .gpu import Gpu
 from .memory import StageBytes
 from .model import Job
-from .parameters import Count, gathered_bytes, state_bytes
+from .parameters import Count, gathered_bytes, state_bytes, weight_parts
 from .times import MESSAGE_S
 
 ATTENTION = "*w+"  # kinds of layers whose keys and values context-parallel ranks exchange
@@ -25,7 +25,7 @@ ASSUMPTIONS = (
     "of NVLink inside a node and of one network adapter a device between nodes; with "
     "--overlap-grad-reduce and --overlap-param-gather what one microbatch's passes do not hide",
     "context-parallel exchange: keys and values over a ring, hidden by attention itself as far as "
-    "that takes as long",
+    "that takes as long; with --cp-comm-type all_gather or a2a before and after it, not hidden",
     "the optimizer's step: its states, read and written once at the memory's rate; with "
     "--optimizer-cpu-offload gradients of what is on the host go there and parameters come back, "
     "at the link's rate; what the host computes is not counted",
@@ -85,14 +85,18 @@ class Links:
         sharded = job.use_distributed_optimizer or job.optimizer == "dist_muon"
         # Every instance has all states: shards are reduced once more over the instances.
         instances = job.num_distributed_optimizer_instances if sharded else 1
+        # Ranks that hold the same parts of weights; those between them reduce in every pass.
+        parts, expert_parts = weight_parts(job)
         ranks, stride = (
-            job.data_parallel_size * job.context_parallel_size,
-            job.tensor_model_parallel_size,
+            job.data_parallel_size * job.context_parallel_size // parts,
+            job.tensor_model_parallel_size * parts,
         )
         of_experts = job.expert_model_parallel_size * job.expert_tensor_parallel_size
+        of_experts *= expert_parts
+        sharing = job.expert_data_parallel_size // expert_parts
         shared = (
             (Count(count.dense, other=count.other), ranks, stride),
-            (Count(expert=count.expert), job.expert_data_parallel_size, of_experts),
+            (Count(expert=count.expert), sharing, of_experts),
         )
         gradients = parameters = 0.0
         for part, ranks, stride in shared:
@@ -110,13 +114,19 @@ class Links:
         cp, tp = job.context_parallel_size, job.tensor_model_parallel_size
         if cp < 2:
             return 0.0, 0.0
-        keys, values = job.key_width, job.key_width
-        queries = job.query_width
+        keys = values = job.key_width
+        queries = outputs = job.query_width
         if job.multi_latent_attention:
             queries = keys = job.num_attention_heads * (job.qk_head_dim + job.qk_pos_emb_head_dim)
-            values = job.num_attention_heads * job.v_head_dim
-        size = job.tokens * cp * (keys + values) / tp * job.element_bytes
-        sent = self.ring(size, cp, tp)
+            values = outputs = job.num_attention_heads * job.v_head_dim
+        each = job.tokens / tp * job.element_bytes
+        if job.cp_comm_type == "a2a":
+            # Before attention and after it; in B their gradients, the other way.
+            sent = self.ring(each * (queries + keys + values + outputs), cp, tp)
+            return sent, sent
+        sent = self.ring(each * cp * (keys + values), cp, tp)
+        if job.cp_comm_type == "all_gather":
+            return sent, 2 * sent
         # Causal attention, of which every rank has an equal part.
         flops = job.tokens * job.seq_length * 2 * queries / tp
         hidden = flops / (self.gpu.flops * self.gpu.efficiency)

@@ -9,6 +9,7 @@ from typing import Any
 from .._input import flag_of
 from .model import Job, PlanError
 from .pattern import layer_kinds
+from .quantization import recipe_of
 
 
 def job_with_defaults(given: dict[str, Any]) -> Job:
@@ -21,6 +22,7 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
     h, heads = given["hidden_size"], given["num_attention_heads"]
     tp = given.get("tensor_model_parallel_size", 1)
     _positive(given)
+    _known(given)
     if h % heads and not given.get("kv_channels"):
         raise PlanError(
             f"--hidden-size {h} is no multiple of --num-attention-heads {heads}; Megatron needs "
@@ -57,6 +59,7 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         ),
         transformer_engine=given.get("transformer_impl", "transformer_engine") != "local",
         expert_tensor_parallel_size=given.get("expert_tensor_parallel_size", tp),
+        cp_comm_type=_exchange(given, assumed),
         params_dtype=_dtype(given),
         layout=given.get("pipeline_model_parallel_layout"),
         cheap_recompute=bool(given.get("pp_cheap_recompute")),
@@ -96,6 +99,13 @@ def _positive(given: dict[str, Any]) -> None:
             raise PlanError(f"{flag_of(name)} must be a whole number >= 1, got {value}")
 
 
+def _known(given: dict[str, Any]) -> None:
+    if not 0 <= given.get("activation_offload_fraction", 1) <= 1:
+        raise PlanError("--activation-offload-fraction must be between 0 and 1")
+    if given.get("output_logit_dtype") not in (None, "bf16", "fp32"):
+        raise PlanError("--output-logit-dtype must be one of bf16, fp32")
+
+
 def _flash(given: dict[str, Any]) -> bool:
     """Left alone, Megatron's local layers do not use flash kernels, Transformer Engine's do."""
     backend = given.get("attention_backend", "auto")
@@ -118,6 +128,17 @@ def _vocabulary(given: dict[str, Any], tp: int, assumed: list[str]) -> int:
     return int(-(-vocabulary // multiple) * multiple)
 
 
+def _exchange(given: dict[str, Any], assumed: list[str]) -> str:
+    """How context-parallel ranks exchange keys and values: one way for all layers."""
+    kinds = given.get("cp_comm_type") or ["p2p"]
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    if len(kinds) == 1 and (kind := kinds.pop()) in ("p2p", "all_gather", "a2a"):
+        return str(kind)
+    if given.get("context_parallel_size", 1) > 1:
+        assumed.append("--cp-comm-type of several ways, or in two levels: counted as p2p")
+    return "p2p"
+
+
 def _dtype(given: dict[str, Any]) -> str:
     if given.get("bf16") and given.get("fp16"):
         raise PlanError("--bf16 and --fp16 exclude each other; give one")
@@ -129,11 +150,7 @@ def precision(given: dict[str, Any]) -> dict[str, Any]:
     eight, four = given.get("fp8_format"), given.get("fp4_format")
     if eight and four:
         raise PlanError("--fp8-format and --fp4-format exclude each other; give one")
-    recipe = None
-    if eight:
-        recipe = given.get("fp8_recipe") or "delayed"
-    if four:
-        recipe = given.get("fp4_recipe") or "nvfp4"
+    recipe = recipe_of(given.get)
     gathered = given.get("fp8_param_gather" if eight else "fp4_param_gather")
     return {"recipe": recipe, "quantized_parameters": bool(recipe and gathered)}
 
@@ -187,16 +204,30 @@ def _data_parallel(given: dict[str, Any], tp: int, assumed: list[str]) -> dict[s
             f"{tp} x {pp} x {cp}"
         )
     experts = given.get("expert_model_parallel_size", 1)
-    experts *= given.get("expert_tensor_parallel_size", tp)
+    etp = given.get("expert_tensor_parallel_size", tp)
+    experts *= etp
     if given.get("num_experts") and world // pp % experts:
         raise PlanError(
             f"--world-size {world} has {world // pp} ranks a pipeline stage, which "
             f"{experts} expert-parallel x expert-tensor-parallel ranks do not divide"
         )
     instances = given.get("num_distributed_optimizer_instances", 1)
-    shared = [world // (tp * pp)]
-    shared += [world // pp // experts] if given.get("num_experts") else []
-    for ranks in shared:
+    shared = [("tensor_parallel_num_weight_shards", tp, world // (tp * pp))]
+    if given.get("num_experts"):
+        shared.append(("expert_tensor_parallel_num_weight_shards", etp, world // pp // experts))
+    for name, size, ranks in shared:
+        parts = max(1, (given.get(name) or size) // size)
+        if parts > 1:
+            assumed.append(
+                f"{flag_of(name)}: passes hide what is gathered and reduced of weights, and its "
+                "buffers are not counted"
+            )
+        if ranks % parts:
+            raise PlanError(
+                f"{flag_of(name)} {given[name]} cuts weights over {parts} ranks, which do not "
+                f"divide the {ranks} data-parallel ones; give another number"
+            )
+        ranks //= parts
         if ranks % instances:
             raise PlanError(
                 f"--num-distributed-optimizer-instances {instances} does not divide the {ranks} "

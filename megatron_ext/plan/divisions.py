@@ -16,6 +16,10 @@ SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
+WEIGHT_SHARDS = (
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_num_weight_shards",
+)
 RULES = (
     "tensor parallel ranks divide heads and lie in one node, the pipeline has no more stages than "
     "layers, data-parallel ranks divide --global-batch-size, twice the context-parallel ranks "
@@ -72,7 +76,7 @@ def divisions(given: dict[str, Any], node: int = NODE) -> list[Job]:
 def undivided(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model on one device."""
     alone = {"world_size": None, attribute(PAIRS): False}  # which needs experts on several ranks
-    return given | alone | dict.fromkeys(SIZES, 1)
+    return given | alone | dict.fromkeys(SIZES, 1) | dict.fromkeys(WEIGHT_SHARDS)
 
 
 def _divided(given: dict[str, Any], sizes: tuple[int, ...]) -> dict[str, Any]:

@@ -21,7 +21,14 @@ from .moe_job import check, exclude_chunks
 _COMPUTED = {
     *("layers", "mtp_layers", "segments", "hybrid", "window", "recipe", "quantized_parameters"),
     *("add_bias_linear", "flash_attention", "transformer_engine", "data_parallel_size"),
-    *("params_dtype", "grads_in_fp32", "cheap_recompute", "recompute_modules", "layout"),
+    *(
+        "cp_comm_type",
+        "params_dtype",
+        "grads_in_fp32",
+        "cheap_recompute",
+        "recompute_modules",
+        "layout",
+    ),
     *("offload_modules", "assumptions", "vocab_parallel", "vocab_chunks", "graphed"),
 }
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
@@ -63,6 +70,7 @@ FLAGS: dict[str, Any] = {
     "--fp4-recipe": str,
     "--fp4-param-gather": bool,
     "--accumulate-allreduce-grads-in-fp32": bool,
+    "--cp-comm-type": list,
     "--recompute-activations": bool,
     "--recompute-modules": list,
     "--fine-grained-activation-offloading": bool,
@@ -98,6 +106,8 @@ NOT_MODELLED = {
 # Also known, because they change what is counted here by less than its error or not at all.
 COUNTED_AS = {
     "--first-last-layers-bf16": "all layers are counted as quantized",
+    "--overlap-dispatch-backward-with-experts-wgrad": "what "
+    "--overlap-dispatch-backward-with-experts-wgrad hides of the experts' exchange is not counted",
 }
 
 

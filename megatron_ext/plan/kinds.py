@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from .attention import attention, latent_attention
 from .mlp import dense, experts
-from .model import Job
+from .model import _BYTES, Job
 from .parts import (
     FP32,
     Part,
@@ -86,6 +86,11 @@ def last_norm(job: Job) -> Part:
     return Part((saved,), norm_parameters(job, h), work)
 
 
+def logit_bytes(job: Job) -> int:
+    """Bytes of one logit, as the output layer computes it."""
+    return _BYTES[job.output_logit_dtype or job.params_dtype]
+
+
 def loss(job: Job) -> Part:
     """Output layer and loss, without the layer's own weight.
 
@@ -93,12 +98,12 @@ def loss(job: Job) -> Part:
     (``--cross-entropy-fusion-impl te``) writes the logits' gradient in their place instead.
     """
     e, t, h = job.element_bytes, job.tokens, job.hidden_size
-    words = job.words
+    words, size = job.words, logit_bytes(job)
     # Its W is part of B: the logits' gradient would wait with every set.
     output = column(job, "output layer's input", h, words, quantized=False, splits=False)
-    kept = SavedTensor("softmax of the logits", (e if job.in_place_loss else FP32) * t * words)
+    kept = SavedTensor("softmax of the logits", (size if job.in_place_loss else FP32) * t * words)
     # Which labels lie in this rank's part of the vocabulary, and which they are there.
     labels = SavedTensor("labels", 9 * t)
     # The loss reads and writes fp32 logits a few times.
-    work = Work(moved=t * words * (e + 5 * 4), moved_back=t * words * (3 * 4 + e), kernels=10)
+    work = Work(moved=t * words * (size + 5 * 4), moved_back=t * words * (3 * 4 + e), kernels=10)
     return Part((output, kept, labels), 0, work.plus(exchange(job).half()))

@@ -78,14 +78,22 @@ def dense(job: Job) -> Part:
 
 def routed_tokens(job: Job) -> int:
     """Tokens that one rank's experts get together, with balanced routing."""
-    routed = job.tokens * job.moe_router_topk
+    # A rank's own tokens meet those of the other ranks that share the experts.
     tp, etp = job.tensor_model_parallel_size, job.expert_tensor_parallel_size
-    if job.sequence_parallel or tp == 1:
-        # A rank's own tokens meet those of the other ranks that share the experts.
-        routed = routed * etp // tp
+    routed = job.tokens * job.moe_router_topk * etp // tp
     if job.moe_expert_capacity_factor:
         routed = int(routed * job.moe_expert_capacity_factor)
     return routed
+
+
+def _group_bytes(job: Job) -> int:
+    """All tokens of the ranks that share the experts, which the dispatcher allgather brings to each
+    of them; of other dispatchers, and on one rank, nothing."""
+    ranks = job.expert_model_parallel_size * job.expert_tensor_parallel_size
+    if job.moe_token_dispatcher_type != "allgather" or ranks == 1:
+        return 0
+    latent = job.moe_latent_size or job.hidden_size
+    return job.element_bytes * job.sharded_tokens * ranks * latent
 
 
 def experts(job: Job) -> Part:
@@ -137,8 +145,10 @@ def experts(job: Job) -> Part:
         parameters,
         work.plus(activation).plus(before.work),
         (activation if drops else Work()).plus(before.again),
-        e * routed * width * (job.gates + 1),
+        # As many gradients as gathered tokens, before and after those inside the experts.
+        max(e * routed * width * (job.gates + 1), _group_bytes(job)),
         recomputed,
+        _group_bytes(job),  # in Megatron's global memory buffer, which stays
     )
     return in_chunks(job, whole)
 

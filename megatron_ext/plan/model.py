@@ -83,6 +83,7 @@ class Job:
     linear_num_value_heads: int = 32
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
+    output_logit_dtype: str | None = None
     num_experts: int = 0
     moe_latent_size: int | None = None
     moe_router_topk: int = 2
@@ -100,8 +101,11 @@ class Job:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    cp_comm_type: str = "p2p"
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
+    tensor_parallel_num_weight_shards: int | None = None
+    expert_tensor_parallel_num_weight_shards: int | None = None
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
     data_parallel_size: int = 1
@@ -127,6 +131,7 @@ class Job:
     recompute_num_layers: int = 1
     recompute_modules: tuple[str, ...] = ()
     offload_modules: tuple[str, ...] = ()
+    activation_offload_fraction: float = 1.0
     distribute_saved_activations: bool = False
     cheap_recompute: bool = False
     overlap_moe_expert_parallel_comm: bool | None = None
@@ -276,6 +281,7 @@ def _shared(job: Job) -> list[tuple[str, int, int]]:
     kinds = "".join((*job.layers, *job.mtp_layers))
     mamba, delta = tp if "M" in kinds else 1, tp if "G" in kinds else 1
     # Of a sequence two parts, so that causal attention is balanced.
+    etp = job.expert_tensor_parallel_size
     parts, shares = cp if cp == 1 else 2 * cp, tp if job.sequence_parallel else 1
     return [
         ("--num-attention-heads", job.num_attention_heads, tp),
@@ -283,6 +289,13 @@ def _shared(job: Job) -> list[tuple[str, int, int]]:
         ("--seq-length (two parts a context-parallel rank)", length, parts),
         ("--seq-length of a context-parallel rank", length // cp, shares),
         ("--ffn-hidden-size", job.ffn_hidden_size, tp),
+        *(
+            (flag_of(name), getattr(job, name) or ranks, ranks)
+            for name, ranks in (
+                ("tensor_parallel_num_weight_shards", tp),
+                ("expert_tensor_parallel_num_weight_shards", etp),
+            )
+        ),
         ("--num-experts", job.num_experts, job.expert_model_parallel_size),
         ("the Mamba heads", job.mamba_heads, mamba),
         ("--mamba-num-groups", job.mamba_num_groups, mamba),

@@ -96,6 +96,12 @@ def check(job: Job) -> None:
     Raises:
         PlanError: with the rule and the fix.
     """
+    if has_experts(job) and job.tensor_model_parallel_size > 1 and not job.sequence_parallel:
+        # ``MoELayer.forward``, in training.
+        raise PlanError(
+            "Megatron trains experts with --tensor-model-parallel-size "
+            f"{job.tensor_model_parallel_size} only beside --sequence-parallel; give it too"
+        )
     chunks, strategy = job.moe_pipeline_chunks, job.moe_memory_reuse
     check_flags(chunks, strategy, job.moe_memory_budget)
     if chunks in (None, "off"):
@@ -167,6 +173,8 @@ def obstacle(job: Job, strategy: str) -> str | None:
         fp8_recipe=job.recipe,
         fp4=quantized == "--fp4",
         overlap_moe_expert_parallel_comm=job.overlap_moe_expert_parallel_comm,
+        expert_tensor_parallel_size=job.expert_tensor_parallel_size,
+        expert_tensor_parallel_num_weight_shards=job.expert_tensor_parallel_num_weight_shards,
     )
     found = first_conflict(CONFLICTS, args, ("", *parts_of(strategy)))
     return None if found is None else found[1]

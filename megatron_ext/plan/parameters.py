@@ -13,7 +13,8 @@ from .parts import Part, copies_weights
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters on one rank, in elements.
+    """Parameters on one rank, in elements: of weights that ``--tensor-parallel-num-weight-shards``
+    cuts over data-parallel ranks, its part.
 
     Attributes:
         dense: weights of linear layers; the distributed optimizer shards them over all
@@ -34,6 +35,14 @@ class Count:
     def total(self) -> int:
         """All of them."""
         return self.dense + self.expert + self.other
+
+
+def weight_parts(job: Job) -> tuple[int, int]:
+    """Data-parallel ranks that each hold a part of a weight, and gather it when it is used; and the
+    same of experts' weights."""
+    tp, etp = job.tensor_model_parallel_size, job.expert_tensor_parallel_size
+    shards = job.tensor_parallel_num_weight_shards or tp
+    return shards // tp, (job.expert_tensor_parallel_num_weight_shards or etp) // etp
 
 
 @dataclass(frozen=True)
@@ -57,25 +66,31 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def count(parts: Iterable[Part]) -> Count:
+def count(job: Job, parts: Iterable[Part]) -> Count:
     """Parameters of parts."""
+    cuts = dict(zip(("dense", "expert", "other"), (*weight_parts(job), 1)))
     total = Count()
     for part in parts:
         total += Count(other=part.parameters)
         for linear in part.linears:
             kind = "expert" if linear.expert else "dense" if linear.quantized else "other"
-            total += Count(**{kind: linear.parameters})
+            total += Count(**{kind: -(-linear.parameters // cuts[kind])})
     return total
 
 
 def layer_parameters(job: Job, number: int) -> Count:
     """Of one decoder layer (numbered from 0) on one rank."""
-    return count(layer(job, job.layers[number]))
+    return count(job, layer(job, job.layers[number]))
 
 
 def embedding_parameters(job: Job) -> int:
     """Word embeddings of one tensor-parallel rank, and learned position embeddings."""
-    return embedding(job).parameters
+    return embedding(job).parameters - job.words * job.hidden_size + _words(job)
+
+
+def _words(job: Job) -> int:
+    """Of a rank's rows of the vocabulary."""
+    return -(-job.words * job.hidden_size // weight_parts(job)[0])
 
 
 def output_parameters(job: Job, *, with_embedding: bool) -> int:
@@ -86,14 +101,13 @@ def output_parameters(job: Job, *, with_embedding: bool) -> int:
             one tensor. On two stages each has a copy, on the same rank too (V placement).
     """
     shared = with_embedding and not job.untie_embeddings_and_output_weights
-    words = 0 if shared else job.words
-    return last_norm(job).parameters + words * job.hidden_size
+    return last_norm(job).parameters + (0 if shared else _words(job))
 
 
 def prediction_parameters(job: Job) -> Count:
     """Of all depths of multi-token prediction, without the embedding that their stage needs."""
     kinds = job.mtp_layers[:1] if job.mtp_use_repeated_layer else job.mtp_layers
-    return sum((count(prediction_layer(job, each)) for each in kinds), Count())
+    return sum((count(job, prediction_layer(job, each)) for each in kinds), Count())
 
 
 def shard_parameters(job: Job) -> Count:
@@ -179,8 +193,9 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     d = expert_d = 1
     if job.use_distributed_optimizer or job.optimizer == "dist_muon":
         instances = job.num_distributed_optimizer_instances
-        d = max(1, job.data_parallel_size * job.context_parallel_size // instances)
-        expert_d = max(1, job.expert_data_parallel_size // instances)
+        ranks, parts = job.data_parallel_size * job.context_parallel_size, weight_parts(job)
+        d = max(1, ranks // parts[0] // instances)
+        expert_d = max(1, job.expert_data_parallel_size // parts[1] // instances)
     optimizer = -(-(count.dense * of_matrix + count.other * each) // d)
     optimizer += -(-count.expert * of_matrix // expert_d)
     if job.optimizer_cpu_offload:

@@ -119,8 +119,8 @@ class Point:
             stage_file: where ``stage_cost`` was written to.
         """
         spec = self.spec
-        if not self.is_pipeline:
-            return []  # nothing to simulate
+        if not self.is_pipeline or spec.order is not None:
+            return []  # nothing to simulate, or no order of the name
         words = ["--schedule", spec.name, "--pp", str(spec.pp)]
         words += ["--microbatches", str(spec.microbatches), "--chunks", str(spec.chunks)]
         words += ["--stage-cost", stage_file, "--hop", str(number_to_json(spec.costs.hop))]

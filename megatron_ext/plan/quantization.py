@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 
 class Quantization(NamedTuple):
@@ -26,6 +27,20 @@ class Quantization(NamedTuple):
         """Of so many numbers, with their scales."""
         scales = -(-elements // self.block) * self.scale_bits if self.block else 0
         return -(-(elements * self.bits + scales) // 8)
+
+
+def recipe_of(value: Callable[[str], Any]) -> str | None:
+    """The recipe that a run has; None: 16 or 32 bits.
+
+    Args:
+        value: of one of Megatron's arguments, as flags or its parser name them, or of a model's
+            configuration; None: it is not given.
+    """
+    for kind, default in (("fp8", "delayed"), ("fp4", "nvfp4")):
+        if value(f"{kind}_format") or value(kind):
+            recipe = value(f"{kind}_recipe") or default
+            return str(getattr(recipe, "value", recipe))  # of an enumeration
+    return None
 
 
 RECIPES = {

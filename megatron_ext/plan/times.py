@@ -34,7 +34,7 @@ ASSUMPTIONS = (
     "what their bytes take; flash attention causal, its backward pass 2.5 times the forward one",
     f"{KERNEL_S * 1e6:g} microseconds a kernel, {MESSAGE_S * 1e6:g} a message, messages at the "
     "network's rate and beside the passes",
-    "tensor-parallel communication is not hidden; context-parallel communication is",
+    "tensor-parallel communication is not hidden; context-parallel communication over a ring is",
     f"FP8 and FP4 products run at {_SPEED_OF_QUANTIZED} times the 16-bit rate",
     "not in an iteration's time: loading data, evaluation, checkpoints",
 )

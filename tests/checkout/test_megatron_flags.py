@@ -12,6 +12,7 @@ from tests.support.checkouts import MAIN_TAG, RUNNING, Serve, version
 OUTSIDE = {"--world-size", "--disable-parameter-transpose-cache", "--cpu-offloading"}
 OUTSIDE |= {"--use-custom-fsdp", "--original-max-position-embeddings"}
 OUTSIDE |= {"--use-legacy-models", "--enable-mhc-connections", "--enable-hyper-connections"}
+OUTSIDE |= {"--output-logit-dtype", "--overlap-dispatch-backward-with-experts-wgrad"}
 OUTSIDE |= {"--hybrid-attention-ratio", "--hybrid-mlp-ratio"}
 # Types that Megatron reads with a function of its own, whose text plan reads itself.
 OWN = {"enum_type_handler", "moe_freq_type", "la_freq_type", "tuple_type"}

@@ -6,18 +6,24 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..._conflict import argument
 from ..._input import attribute, parse_json, read_text, reason, shown
-from ..divisions import SIZES
+from ..divisions import SIZES, WEIGHT_SHARDS
 from ..flags import FLAGS, not_modelled
 from ..launches import graphed
 from ..model import PlanError
 
 Given = dict[str, Any]
-# Of flags whose value Megatron's parsed arguments have under another name.
-_PARSED = {"fp8_format": "fp8", "fp4_format": "fp4"}
 # A file describes a model and a batch; how both are divided is the flags' or the search's to say.
 _LEFT_OUT = {
-    *(*SIZES, "world_size", "sequence_parallel", "padded_vocab_size"),
+    *(
+        *SIZES,
+        *WEIGHT_SHARDS,
+        "cp_comm_type",
+        "world_size",
+        "sequence_parallel",
+        "padded_vocab_size",
+    ),
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
     *("decoder_last_pipeline_num_layers", "num_distributed_optimizer_instances"),
 }
@@ -40,7 +46,7 @@ def of_arguments(values: Mapping[str, Any], source: str) -> Given:
     given: Given = {}
     for flag, kind in FLAGS.items():
         name = attribute(flag)
-        value = _plain(values.get(_PARSED.get(name, name)))
+        value = _plain(values.get(argument(flag)))
         absent = value is None or value is False or (kind is int and value == 0)
         if not absent and name not in _LEFT_OUT:
             given[name] = _typed(value, kind, name, source)

@@ -287,6 +287,24 @@ def test_flags_of_the_users_pipeline_are_not_ignored(run):
     assert (status, out) == (2, "") and "lists 7 stages, no multiple of" in err
 
 
+def test_groups_of_megatrons_interleaved_order(run):
+    """The user's own run begins with more forwards; what is proposed has groups of p."""
+    gpu, line = SMALL["small-virtual"]
+    group = "--microbatch-group-size-per-virtual-pipeline-stage"
+    found = {}
+    for size in (2, 4, 3):
+        data, _ = _answer(run, gpu, f"{line} {group} {size}", "--effort", "0.1")
+        assert data["ignored"] == []
+        assert (f"- {group} {size}" in data["difference"]) == (size != 2)
+        found[size] = data
+    small, large = (
+        next(row for row in found[size]["baselines"] if row["what"] == "yours") for size in (2, 4)
+    )
+    # (v-1)g + 2(p-1) + 1 sets of a third of a microbatch each.
+    assert [max(row["peak_activation"]) for row in (small, large)] == [7 / 3, 11 / 3]
+    assert "2 (p) to 16 (m) microbatches" in found[3]["yours_impossible"]
+
+
 def test_cheap_recompute_is_not_tried_beside_delayed_scaling(run):
     _, line = SMALL["small"]
     words = ["plan", "--gpu", "H100", "--json", "--memory-cap", "6GiB", *PLAIN, "--from-args"]

@@ -188,6 +188,35 @@ def test_fine_grained_offloading_keeps_no_experts_inputs():
     assert saved == 2 * plain.tokens * 2 * plain.hidden_size, "tokens for two experts, 16 bits"
 
 
+@pytest.mark.parametrize("more", ["", "--mtp-num-layers 1"])
+def test_a_fraction_of_fine_grained_offloading(more):
+    """Of the tensors that would leave the device the rest stays."""
+    line = f"{DENSE} {more} --fine-grained-activation-offloading --offload-modules core_attn "
+    stage = Stage(range(4), first=False, last=False, predicts=bool(more))
+    stays, half, leaves = (
+        stage_set(job(f"{line} --activation-offload-fraction {share}"), stage).bytes_f_to_b
+        for share in (0, 0.5, 1)
+    )
+    assert 2 * half == stays + leaves > 2 * leaves
+    assert stays == stage_set(job(f"{DENSE} {more}"), stage).bytes_f_to_b
+
+
+def test_logits_in_fp32():
+    """Softmax is fp32 anyway, and stands where they were; a fused loss keeps them themselves. Their
+    gradient is cast to 16 bits."""
+    fused = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
+    last = Stage(range(1), first=False, last=True)
+    wide = "--output-logit-dtype fp32"
+    this = job(f"{DENSE} --vocab-size 64000")
+    logits = this.tokens * this.padded_vocab_size
+    for more, kept, passing in (("", 0, 0), (fused, 2 * logits, 2 * logits)):
+        before, after = (
+            stage_set(job(f"{DENSE} --vocab-size 64000 {more} {one}"), last) for one in ("", wide)
+        )
+        assert after.bytes_f_to_b - before.bytes_f_to_b == kept
+        assert after.logits - before.logits == passing
+
+
 def test_prediction_is_where_the_layout_has_it():
     """Standalone before the loss: its stage has an embedding, the last one two softmaxes."""
     line = DENSE + "--vocab-size 64000 --untie-embeddings-and-output-weights --mtp-num-layers 1 "

@@ -16,6 +16,7 @@ from megatron_ext.plan.collectives import Links, Overlap, overhead
 from megatron_ext.plan.divisions import divisions
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import gpu_of
+from megatron_ext.plan.kinds import layer
 from megatron_ext.plan.layout import Split, even_split
 from megatron_ext.plan.memory import stage_bytes, states_of
 from megatron_ext.plan.model import PlanError
@@ -275,6 +276,31 @@ def test_attention_hides_context_parallel_exchange():
     assert Links(A100).context(job) == (0.0, 0.0)
     slow = Links(A100.with_(peer=1e9)).context(job)
     assert slow[0] > 0 and slow[1] > slow[0]
+
+
+def test_context_parallel_exchange_that_nothing_hides():
+    """All-gathers of keys and values, in B twice; all-to-alls of queries and outputs too."""
+    line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 4096 --bf16 "
+    line += "--group-query-attention --num-query-groups 2 --context-parallel-size 2 --cp-comm-type "
+    fast = Links(A100)
+    whole = 2 * 4096 * 64  # bytes of keys and values of the sequence
+    gather, again = fast.context(job_of(read(f"{line} all_gather".split())[0]))
+    assert gather == fast.ring(whole, 2, 1) > 0 and again == 2 * gather
+    there, back = fast.context(job_of(read(f"{line} a2a".split())[0]))
+    assert there == back == fast.ring(whole * 3 / 2, 2, 1)
+    mixed, rings = (job_of(read(f"{line} {way}".split())[0]) for way in ("p2p a2a", "p2p"))
+    assert mixed == rings and any("--cp-comm-type" in one for one in mixed.assumptions)
+
+
+def test_an_all_gather_holds_the_whole_sequences_keys():
+    line = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 4096 --bf16 "
+    line += "--context-parallel-size 2 --cp-comm-type"
+    for more, widths in (("", 2 * 64), ("--multi-latent-attention", 4 * (192 + 128))):
+        ring, gathered = (
+            job_of(read(f"{line} {way} {more}".split())[0]) for way in ("p2p", "all_gather")
+        )
+        wide, before = (layer(one, one.layers[0])[0].widest for one in (gathered, ring))
+        assert wide - before == 2 * 2 * 4096 * widths
 
 
 def test_an_optimizer_on_the_host_takes_time_too():

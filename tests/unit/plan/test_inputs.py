@@ -194,3 +194,11 @@ def test_folders_that_are_no_checkpoint(tmp_path):
     for path, words in ((tmp_path / "x", "no folder"), (tmp_path, "no iter_")):
         with pytest.raises(PlanError, match=words):
             read_checkpoint(str(path))
+
+
+def test_a_file_does_not_say_how_weights_and_sequences_are_divided():
+    """Validation sets shards to the number of tensor-parallel ranks, which plan may change."""
+    saved = {"tensor_parallel_num_weight_shards": 2, "cp_comm_type": ["p2p"], "hidden_size": 64}
+    saved["expert_tensor_parallel_num_weight_shards"] = 2
+    found = of_arguments(saved, "a checkpoint")
+    assert found.pop("hidden_size") == 64 and not any(found.values())

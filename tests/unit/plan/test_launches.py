@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import published_runs
 from megatron_ext.plan.calibration import OF_RUNS
-from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.flags import job_of, notes_on, read
 from megatron_ext.plan.gpu import gpu_of
 from megatron_ext.plan.launches import ATTENTION, HOST_S
 from megatron_ext.plan.layout import Split
@@ -100,3 +100,8 @@ class TestHost:
     def test_graphs_are_known_flags(self):
         found, ignored = read(["--cuda-graph-impl", "local", "--cuda-graph-scope", "attn", "--foo"])
         assert found["graphed"] == ("attn",) and ignored == ["--foo"]
+
+    def test_a_flag_that_hides_an_exchange_has_a_note(self):
+        ignored = read(["--overlap-dispatch-backward-with-experts-wgrad", "--foo"])[1]
+        (note,) = notes_on(ignored)
+        assert note.endswith("is not counted")

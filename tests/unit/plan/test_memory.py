@@ -12,7 +12,7 @@ from megatron_ext.plan.kinds import layer
 from megatron_ext.plan.layout import Stage, even_split
 from megatron_ext.plan.memory import growth, message_bytes, rank_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
-from megatron_ext.plan.parameters import Count, layer_parameters, state_bytes
+from megatron_ext.plan.parameters import Count, layer_parameters, state_bytes, weight_parts
 from megatron_ext.reproduce.jobs import Model, activation_gib, published_k, simulated
 from megatron_ext.reproduce.rows import published
 from megatron_ext.schedule.costs import Costs
@@ -322,12 +322,43 @@ def test_a_v_has_both_ends_on_rank_0():
         ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than"),
         ("--num-experts 4 --moe-layer-freq __import__('os')", "--moe-layer-freq"),
         ("--recompute-granularity full", "--recompute-method"),
+        ("--activation-offload-fraction 1.5", "--activation-offload-fraction must be between"),
+        ("--tensor-parallel-num-weight-shards 3 --tensor-model-parallel-size 2", "3 cannot be div"),
+        ("--tensor-parallel-num-weight-shards 4 --world-size 6", "4 cuts weights over 4 ranks"),
+        ("--output-logit-dtype fp16", "--output-logit-dtype must be one of bf16, fp32"),
         ("--hidden-size many", "invalid int value"),
     ],
 )
 def test_what_cannot_be_planned_is_said(flags, words):
     with pytest.raises(PlanError, match=words):
         job(flags)
+
+
+def test_weights_that_data_parallel_ranks_share():
+    """Each has its part of linear layers' weights, of the vocabulary's and of experts'; as many
+    optimizer states as before, which the ranks with the same part divide."""
+    line = "--world-size 16 --use-distributed-optimizer --bf16 --tensor-model-parallel-size 2 "
+    line += "--sequence-parallel --num-experts 4 --expert-model-parallel-size 2 "
+    line += "--expert-tensor-parallel-size 1 --vocab-size 1024"
+    dense = "--tensor-parallel-num-weight-shards"
+    expert = f"--expert-{dense[2:]}"
+    plain, cut = (
+        job_of(read(f"{PLAIN.replace('--fp16', '')} {line} {more}".split())[0])
+        for more in ("", f"{dense} 8 {expert} 2")
+    )
+    assert weight_parts(cut) == (4, 2)
+    before, after = (layer_parameters(one, 0) for one in (plain, cut))
+    assert (before.dense, before.expert) == (4 * after.dense, 2 * after.expert)
+    assert before.other == after.other
+    split = even_split(8, 2)
+    first, parts = (stage_bytes(one, split)[0] for one in (plain, cut))
+    words = 1024 * 4096 // 2
+    assert first.parameters.other - parts.parameters.other == words * 3 // 4
+    assert parts.states.parameters == 2 * parts.parameters.total
+    counts = Count(dense=4000), Count(dense=1000)
+    states = [state_bytes(one, each).optimizer for one, each in zip((plain, cut), counts)]
+    assert states[0] == states[1] == 12 * 4000 // 8
+    assert any(dense in one for one in cut.assumptions)
 
 
 def test_a_pattern_says_what_ratios_leave_open():

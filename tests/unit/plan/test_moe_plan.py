@@ -205,6 +205,25 @@ def test_what_a_dispatcher_exchanges(more, sent, gathered):
     assert (work.tensor_bytes, work.collectives) == (row * gathered, 2 * (gathered > 0))
 
 
+@pytest.mark.parametrize(
+    ("more", "tokens"),
+    [
+        ("", 32 * 4096),
+        (f"{TWO} --expert-tensor-parallel-size 2 --expert-model-parallel-size 16", 16 * 4096),
+        ("--expert-model-parallel-size 1", 0),
+        ("--moe-token-dispatcher-type alltoall", 0),
+        ("--moe-pipeline-chunks 2", 0),  # which have all-to-alls of their own
+    ],
+)
+def test_an_allgather_holds_the_tokens_of_all_ranks(more, tokens):
+    """In a buffer that stays, and once more as gradients in B."""
+    one = job("--moe-token-dispatcher-type allgather", more)
+    same = one.with_(moe_token_dispatcher_type="alltoall")
+    part, before = (layer(this, this.layers[0])[1] for this in (one, same))
+    assert part.buffers - before.buffers == 2 * 4096 * tokens
+    assert part.widest == max(before.widest, 2 * 4096 * tokens)
+
+
 def test_ranks_that_share_an_expert_have_the_rows_of_all_of_them():
     """As training counts them (``features/moe/flags.py``)."""
     more = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 2"
@@ -247,6 +266,9 @@ def test_variants():
     assert found[0] is None and found[1].strategy is Strategy.NONE and found[1].chunks > 1
     assert {one.strategy for one in found[2:]} <= {*Strategy} - {Strategy.NONE} and found[2:]
     assert plans_of("--moe-pipeline-chunks off") == [None]
+    shards = "--expert-model-parallel-size 16 --expert-tensor-parallel-num-weight-shards"
+    assert plans_of(f"{shards} 2") == [None]
+    assert len(plans_of(f"{shards} 1")) > 1
     assert plans_of("--moe-pipeline-chunks 4") == [LayerPlan(4)]
     assert plans_of("--moe-pipeline-chunks 4 --moe-memory-reuse s4") == [LayerPlan.of(4, "s4")]
     found = plans_of("--moe-pipeline-chunks 4 --moe-memory-reuse auto")
@@ -331,6 +353,7 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
             "with --cuda-graph-modules moe_router",
         ),
         ("--num-experts 100", "--num-experts 100 cannot be divided by 32"),
+        ("--tensor-model-parallel-size 2", "size 2 only beside --sequence-parallel; give it too"),
         (
             "--moe-pipeline-chunks 2 --moe-memory-reuse s4 --recompute-granularity full "
             "--recompute-method uniform",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from fractions import Fraction
 from math import ceil
 
@@ -12,6 +13,7 @@ from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import Split
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.profile import Profile
+from megatron_ext.plan.quantization import recipe_of
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule.placement import Placement
 
@@ -62,6 +64,28 @@ def test_another_run_is_refused(changed, text):
     PROFILE.require(JOB)
     with pytest.raises(PlanError, match=text):
         PROFILE.require(JOB.with_(**changed))
+
+
+class Recipe(str, Enum):
+    """As megatron.core.enums.Fp8Recipe, which a model's configuration may have."""
+
+    blockwise = "blockwise"
+
+
+@pytest.mark.parametrize(
+    ("given", "recipe"),
+    [
+        ({}, None),
+        ({"fp8": None, "fp8_recipe": "delayed", "fp4_recipe": "nvfp4"}, None),
+        ({"fp8_format": "hybrid"}, "delayed"),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "mxfp8"),
+        ({"fp8": "e4m3", "fp8_recipe": Recipe.blockwise}, "blockwise"),
+        ({"fp4_format": "e2m1"}, "nvfp4"),
+    ],
+)
+def test_the_recipe_of_flags_arguments_and_configurations(given, recipe):
+    found = recipe_of(given.get)
+    assert found == recipe and type(found) in (str, type(None))
 
 
 @pytest.mark.parametrize("settings", [{"recompute": "none"}, {"quantization": None}, ["none"]])

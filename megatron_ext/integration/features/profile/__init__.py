@@ -94,7 +94,6 @@ class ProfileSteps(Feature):
         if run.request is None or path is None or args.pp_profile_steps is not None:
             return
         given = {**vars(args), "cheap_recompute": bool(args.pp_cheap_recompute)}
-        given |= {f"{kind}_format": given.get(kind) for kind in ("fp8", "fp4")}
         try:
             run.profile = Profile.load(path)
             run.profile.require(SimpleNamespace(**given | precision(given) | recompute(given)))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ....plan.profile import MODEL, Profile, settings
+from ....plan.quantization import recipe_of
 from ....plan.times import PassTimes
 from ....runtime.trace import Recorder
 from ....runtime.wgrad import WeightGradStore
@@ -88,16 +89,10 @@ def agree(
         to_host=min(r[0] for r in known) if known else None,
         to_device=min(r[1] for r in known) if known else None,
         model={name: value for name, value in about.items() if value is not None},
-        settings=settings(config, _recipe(config), cheap_recompute),
+        settings=settings(
+            config, recipe_of(lambda name: getattr(config, name, None)), cheap_recompute
+        ),
     )
-
-
-def _recipe(config: Any) -> str | None:
-    """Of FP8 or FP4, by a model's configuration."""
-    for kind in ("fp8", "fp4"):
-        if getattr(config, kind, None):
-            return str(getattr(config, f"{kind}_recipe"))
-    return None
 
 
 def _largest(found: Sequence[Sequence[Sequence[Any]]], column: int) -> tuple[int, ...] | None:

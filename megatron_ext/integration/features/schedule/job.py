@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from ...._input import attribute
+from ...._conflict import argument, attribute
 from ....plan.budget import Budget
 from ....plan.flags import FLAGS, GRAPHS, graphed, job_of, not_modelled
 from ....plan.layout import Split, read_layout
@@ -41,7 +41,7 @@ def job_of_args(args: MegatronArgs) -> Job:
     given: dict[str, Any] = {}
     for flag, kind in FLAGS.items():
         name = attribute(flag)
-        value = getattr(args, _OTHER_NAMES.get(name, name), None)
+        value = getattr(args, argument(flag), None)
         value = getattr(value, "name", value)  # of an enumeration
         if value is not None and value is not False:
             given[name] = str(value) if kind is str else value
@@ -49,12 +49,8 @@ def job_of_args(args: MegatronArgs) -> Job:
     given["no_gradient_accumulation_fusion"] = args.gradient_accumulation_fusion is False
     if not given.get("group_query_attention"):
         given.pop("num_query_groups", None)
-    given["graphed"] = graphed({name: getattr(args, name, None) for name in map(attribute, GRAPHS)})
+    given["graphed"] = graphed({name: getattr(args, name, None) for name in map(argument, GRAPHS)})
     return job_of(given)
-
-
-# Of flags whose value Megatron's parsed arguments have under another name.
-_OTHER_NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
 
 
 def splits_of(args: MegatronArgs, *, loop: bool = False) -> Callable[[int], Split]:
