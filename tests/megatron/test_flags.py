@@ -241,6 +241,10 @@ def broken_rules(folder: Path) -> list[tuple[str, dict[str, Any], dict[str, Any]
             *(file("small", generate("v-half", 2, 8)), {}, {}),
             "is for 2 pipeline ranks, but there are 4; generate it with --pp 4",
         ),
+        (
+            *("interleaved", {}, {"microbatch_group_size_per_vp_stage": 6}),
+            "stage 6 on 4 pipeline ranks: the groups",
+        ),
         ("v-half", {}, lists, "4 pipeline ranks can share, but --pipeline-model-par"),
         ("auto", {}, {virtual: 1}, f"support --{virtual.replace('_', '-')} 1: it"),
         ("v-half", {}, {"is_hybrid_model": True}, "needs 2 model chunks a rank"),

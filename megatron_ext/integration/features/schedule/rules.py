@@ -95,6 +95,13 @@ PIPELINE = (
         "write the file without --vocabulary, or add --pp-vocab-parallel",
         lambda it: it.file and not it.sharded and it.file.barriers,
     ),
+    Rule(
+        "--pp-schedule {name} does not support --microbatch-group-size-per-virtual-pipeline-stage "
+        "{grouped} on {pp} pipeline ranks",
+        "the groups of microbatches are those of its order",
+        "drop it, or use --pp-schedule gis --pp-group-size {grouped}",
+        lambda it: it.grouped not in (None, it.pp),  # Megatron fills in the latter
+    ),
 )
 ASKED = (
     Rule(

@@ -121,7 +121,9 @@ def check_facts(run: Run) -> None:
     sharded = bool(args.pp_vocab_parallel)
     file, name = request.file, request.name
     ranks = file and file.pp
-    require(PIPELINE, name=name, file=file, ranks=ranks, pp=pp, size=size, sharded=sharded)
+    facts = {"name": name, "file": file, "ranks": ranks, "pp": pp, "size": size, "sharded": sharded}
+    grouped = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    require(PIPELINE, **facts, grouped=grouped)
     if not run.library:
         request = described(args, request, run.profile)
     auto = request.name == AUTO
