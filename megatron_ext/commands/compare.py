@@ -34,7 +34,6 @@ from .results import (
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="schedule files, rows beside the others; they "
         "give sizes and costs that options do not"

@@ -141,7 +141,7 @@ def test_what_transformer_engine_enables(version: str) -> None:
 
 
 def test_a_gpu_is_named() -> None:
-    device = {"name": "NVIDIA H200", "capability": "9.0", "total_bytes": 1, "pci": None}
+    device = {"name": "NVIDIA H200", "capability": "9.0"}
     facts = {"version": "2.15.0", "cuda": "13.2", "devices": [device] * 8, "nccl": "2.30.7"}
     found = {f.name: f for f in findings._torch(facts)}
     assert found["cuda"].text == "13.2, 8 x NVIDIA H200 (compute capability 9.0)"
