@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .errors import OffloadConfigError
-from .host_memory import GIB, read_lines, read_number
+from .host_memory import GIB, read_number, text_of
 
 # What the rest of the machine needs while training runs: page cache, data loader, checkpoints.
 USABLE_FRACTION = 0.9
@@ -79,7 +79,7 @@ def bound_to_numa_node(pci_bus_id: str | None, root: Path = Path("/")) -> Iterat
     """
     before = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
     cpus = frozenset() if pci_bus_id is None else _local_cpus(pci_bus_id, root)
-    online = _cpu_list("".join(read_lines(root / "sys/devices/system/cpu/online")))
+    online = _cpu_list(text_of(root / "sys/devices/system/cpu/online"))
     changed = before == online and bool(cpus & before)
     if changed:
         os.sched_setaffinity(0, cpus & before)
@@ -136,13 +136,13 @@ def _local_cpus(pci_bus_id: str, root: Path) -> frozenset[int]:
     node = read_number(place / "numa_node")
     if node is None or node < 0:
         return frozenset()
-    return _cpu_list("".join(read_lines(place / "local_cpulist")))
+    return _cpu_list(text_of(place / "local_cpulist"))
 
 
 def _cpu_list(text: str) -> frozenset[int]:
     """``0-3,8`` as numbers."""
     cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
+    for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
