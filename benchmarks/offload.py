@@ -106,7 +106,7 @@ class OffloadedStages(SleepingStages):
         getattr(self._store, op.value.lower())((chunk, microbatch))
 
     def live_sets(self) -> int:
-        return self._store.device_sets()
+        return len(self._store) - len(self._store.away())
 
 
 class Case:

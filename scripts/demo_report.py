@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.prove import run_log
+from . import run_log
 
 OURS, EVERY = "[megatron_ext]", 10
 # The demo's promise: the model learns, and does so under both schedules.

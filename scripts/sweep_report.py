@@ -12,8 +12,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.prove import run_log
 from megatron_ext.view.table import columns
+
+from . import run_log
 
 TIME = "elapsed time per iteration (ms)"
 MEMORY = re.compile(r"\(after \d+ iterations\) memory \(MB\).*?max allocated: ([\d.]+)")

@@ -13,7 +13,6 @@ from .results import per_rank, units_text
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.description = (
         "Exit status 1, with the first fault on stderr, if it cannot be executed; 2 if it cannot "
         "be read."

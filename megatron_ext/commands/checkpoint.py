@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .._input import shown
+from .._input import shown, size_text
 from ..checkpoints import folder as saved
 from ..checkpoints.layout import Layout
 from .parser import JSON, InputError, Options, Parser
@@ -19,11 +19,9 @@ from .parser import JSON, InputError, Options, Parser
 # Optimizer state in these formats fits every layout.
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 _OPTIMIZER = ("optimizer.", "chained_")
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.description = (
         "Reads names, sizes and descriptions; loads and runs nothing of a checkpoint. Exit status "
         "1 if the iteration that a run would load is incomplete or damaged."
@@ -180,7 +178,7 @@ def _layout_lines(layout: dict[str, Any] | None) -> list[str]:
     if layout["tensors"]:
         lines.append(
             f"  holds       {layout['parameters']:,} parameters ({', '.join(layout['dtypes'])}), "
-            f"{layout['tensors']} tensors, {_size(layout['bytes'])}"
+            f"{layout['tensors']} tensors, {size_text(layout['bytes'])}"
         )
     where = (
         "every layout and schedule of this model"
@@ -204,13 +202,6 @@ def _optimizer(layout: dict[str, Any]) -> str:
     if not layout["distributed_optimizer"]:
         return "not distributed"
     return f"distributed, in the format {layout['optimizer_format'] or 'unknown'}"
-
-
-def _size(count: int) -> str:
-    size, unit = float(count), 0
-    while size >= 1024 and unit + 1 < len(_UNITS):
-        size, unit = size / 1024, unit + 1
-    return f"{size:.4g} {_UNITS[unit]}"
 
 
 def _names(found: dict[int | str, Path]) -> str:

@@ -34,7 +34,6 @@ from .results import (
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="schedule files, rows beside the others; they "
         "give sizes and costs that options do not"
@@ -192,6 +191,7 @@ def _table(
     limit += network_text(network_of(args))
     noise = jitter_of(args)
     span = args.objective == "span"
+    what = "the longest rank's span" if span else "the makespan"
     if noise is not None:
         limit += f"; pass times +- {percent(noise.spread)}, {noise.runs} runs, seed {noise.seed}"
     if offloads(args):
@@ -210,7 +210,7 @@ def _table(
         lines.append(paint(f"{text}  best", "1;32") if best else text)
     lines += [
         "",
-        f"above bound: {_what(args)} over the least of any order at that placement and memory; "
+        f"above bound: {what} over the least of any order at that placement and memory; "
         "a longer search gains at most that",
         "peak: activations on the worst rank, in microbatches, and as a share of the number of "
         "ranks, which is 1F1B's peak where a step has as many microbatches or more",
@@ -236,7 +236,3 @@ def _table(
             for name, reason in impossible.items()
         ]
     return "\n".join(lines)
-
-
-def _what(args: argparse.Namespace) -> str:
-    return "the longest rank's span" if args.objective == "span" else "the makespan"

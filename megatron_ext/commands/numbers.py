@@ -15,7 +15,7 @@ from ..plan.memory import RankBytes
 from ..schedule import Simulation
 from ..schedule.costs import number_to_json
 from .quality import Quality, percent
-from .results import cost_json, per_rank, units_json
+from .results import cost_json, per_rank
 from .results import short as short
 
 
@@ -59,10 +59,6 @@ class Shown:
         return (transfers.sets, transfers.stall) if transfers else (0, Fraction(0))
 
 
-def _always(_: Shown) -> bool:
-    return True
-
-
 class Number(NamedTuple):
     """One number.
 
@@ -78,7 +74,7 @@ class Number(NamedTuple):
     cell: Callable[[Shown], str] = lambda s: ""
     label: str = ""
     text: Callable[[Shown], str] = lambda s: ""
-    there: Callable[[Shown], bool] = _always
+    there: Callable[[Shown], bool] = lambda s: True
 
 
 def _name(s: Shown) -> str:
@@ -111,10 +107,6 @@ def _each(values: Sequence[Fraction]) -> list[int | float]:
     return [number_to_json(x) for x in values]
 
 
-def _sliced(s: Shown) -> bool:
-    return bool(s.run.schedule.slices)
-
-
 def _arranged(s: Shown) -> bool:
     return s.run.schedule.arrangement is not None
 
@@ -128,20 +120,12 @@ def _bounded(s: Shown) -> bool:
     return s.quality.gap is not None
 
 
-def _noisy(s: Shown) -> bool:
-    return s.quality.spread is not None
-
-
 def _exchanges(s: Shown) -> bool:
     return s.run.hidden_exchange is not None
 
 
 def _copies(s: Shown) -> bool:
     return s.offloads or s.run.transfers is not None
-
-
-def _compared(s: Shown) -> bool:
-    return s.before is not None
 
 
 def _modelled(s: Shown) -> bool:
@@ -161,9 +145,9 @@ NUMBERS: dict[str, Number] = {
     ),
     "microbatches": Number(lambda s: s.run.schedule.microbatches),
     "slices": Number(
-        lambda s: units_json(s.run.schedule)["slices"],
+        lambda s: s.run.schedule.slices_json,
         *("slices", lambda s: str(max(s.run.schedule.slices, default=1))),
-        there=_sliced,
+        there=lambda s: bool(s.run.schedule.slices),
     ),
     "microbatch_order": Number(
         lambda s: s.run.schedule.arrangement_json["microbatch_order"],
@@ -248,7 +232,7 @@ NUMBERS: dict[str, Number] = {
         lambda s: s.quality.json["makespan_quantiles"],
         *("with jitter", lambda s: short(s.quality.spread.mean) if s.quality.spread else ""),
         *("jitter", lambda s: s.quality.jitter_text),
-        there=_noisy,
+        there=lambda s: s.quality.spread is not None,
     ),
     "peak_host_activation": Number(
         lambda s: _each(s.run.peak_host_activation),
@@ -275,7 +259,7 @@ NUMBERS: dict[str, Number] = {
     "peak_activation_without_offload": Number(
         lambda s: _number(s.before),
         *("without", lambda s: short(s.before or Fraction(0))),
-        there=_compared,
+        there=lambda s: s.before is not None,
     ),
     "over_cap": Number(lambda s: s.over_cap, there=lambda s: s.over_cap is not None),
     "step_ms": Number(

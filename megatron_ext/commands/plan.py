@@ -27,7 +27,6 @@ for all parallel sizes that are not given.
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.description = _HELP
     plan_input.declare(parser)
     plan_device.declare(parser)

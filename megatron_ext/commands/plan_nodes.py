@@ -10,18 +10,9 @@ from ..plan.point import Point
 
 
 def nodes_json(point: Point, node: int) -> dict[str, Any] | None:
-    """Host memory of every node of so many devices; None where it has one."""
-    found = node_host_bytes(point, node)
-    if found is None:
-        return None
-    return {"per_node": node, "in_order": found[0], "balanced": found[1]}
-
-
-def node_host_bytes(point: Point, per_node: int) -> tuple[list[int], list[int]] | None:
-    """Host memory of every node, with ranks in order and balanced (``node_order``).
-
-    None where nothing is offloaded, there is one node, or nodes cannot be balanced.
-    """
+    """Host memory of every node of so many devices, with ranks in order and balanced
+    (``node_order``); None where nothing is offloaded, there is one node, or nodes cannot be
+    balanced."""
     job = point.workload.job
     each = job.tensor_model_parallel_size * job.context_parallel_size * job.data_parallel_size
     world = point.spec.pp * each
@@ -31,13 +22,15 @@ def node_host_bytes(point: Point, per_node: int) -> tuple[list[int], list[int]] 
         job.expert_model_parallel_size,
         job.expert_tensor_parallel_size,
     )
-    if not point.host_bytes or world <= per_node:
+    if not point.host_bytes or world <= node:
         return None
     try:
-        node_order.check_group(per_node, group)
-        return node_order.host_bytes([rank.host for rank in point.ranks], world, per_node)
+        node_order.check_group(node, group)
+        hosts = [rank.host for rank in point.ranks]
+        in_order, balanced = node_order.host_bytes(hosts, world, node)
     except ValueError:
         return None
+    return {"per_node": node, "in_order": in_order, "balanced": balanced}
 
 
 def rank_json(rank: RankBytes) -> dict[str, Any]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.set_defaults(run=_prove)
     _OWN.declare(parser)
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- WORDS",

@@ -15,7 +15,6 @@ from .parser import Options, Parser
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.set_defaults(run=_reproduce)
     parser.add_argument(
         "paper", nargs="?", default=ALL, choices=(*(p.name for p in PAPERS), ALL), metavar="PAPER",

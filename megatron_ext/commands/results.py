@@ -40,11 +40,6 @@ def costs_text(costs: Costs) -> str:
     return f"costs {times}, hop {short(costs.hop)}{exchange}"
 
 
-def units_json(schedule: Schedule) -> dict[str, object]:
-    """``slices``, where microbatches are cut: one number, or one each."""
-    return {"slices": schedule.slices_json} if schedule.slices else {}
-
-
 def units_text(schedule: Schedule) -> str:
     """For people, behind the number of microbatches."""
     each = ", costs of each" if schedule.costs.units is not None else ""

@@ -35,7 +35,6 @@ from .quality import jitter_of, simulated
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     declare_schedule(parser)
     parser.declare("robustness", JITTER)
     block("the schedule of a building block, squeezed and reordered").declare(parser)

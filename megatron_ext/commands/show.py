@@ -36,7 +36,6 @@ from .options import block, declare_schedule
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.add_argument(
         "schedules",
         nargs="*",

@@ -18,7 +18,6 @@ from .results import costs_text, network_json, network_of, network_text, units_t
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     declare_schedule(parser)
     NETWORK.declare(parser)
     parser.declare("robustness", JITTER)

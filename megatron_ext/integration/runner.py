@@ -174,12 +174,10 @@ class MegatronRunner(StageRunner):
         return len(self._live) - len(self._mover.on_host() if self._mover else ())
 
     def move(self, op: Op, chunk: int, microbatch: int) -> None:
-        """OFFLOAD, RELEASE, PREPARE or RELOAD; see ``StageRunner``."""
         assert self._mover is not None
         self._mover.move(op, (chunk, microbatch))
 
     def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """F of one chunk for one microbatch; see ``StageRunner``."""
         if x is not None and not self._it.forward_only:
             x.requires_grad_(True)
         with self._mover.saving((chunk, microbatch)) if self._mover else _NOTHING:
@@ -267,7 +265,6 @@ class MegatronRunner(StageRunner):
     def backward(
         self, chunk: int, microbatch: int, grad: torch.Tensor | None, split: bool
     ) -> torch.Tensor | None:
-        """B (``split``) or BW; see ``StageRunner``."""
         of = BackwardPass(chunk, microbatch, grad, split)
         with self.backpropagating(of):
             return self.backward_step(of)
@@ -289,7 +286,6 @@ class MegatronRunner(StageRunner):
             self._finished(chunk, microbatch)
 
     def weight(self, chunk: int, microbatch: int) -> None:
-        """W of one chunk for one microbatch."""
         timers = self._it.config.timers
         if timers is not None:
             timers("backward-compute", log_level=2).start()

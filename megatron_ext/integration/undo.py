@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable
 
 from ..runtime import communicators
 from ..runtime.watchdog import close_process_watchdog
@@ -13,21 +11,12 @@ from ..runtime.watchdog import close_process_watchdog
 _undo = contextlib.ExitStack()
 
 
-def at_revert(undo: Callable[[], None]) -> None:
-    """Call ``undo`` once, when everything is reverted."""
-    _undo.callback(undo)
-
-
 def set_environment(name: str, value: str) -> None:
     """Set a variable that has no value, until everything is reverted."""
     if name in os.environ:
         return
     os.environ[name] = value
-    at_revert(functools.partial(_unset, name))
-
-
-def _unset(name: str) -> None:
-    os.environ.pop(name, None)
+    _undo.callback(os.environ.pop, name, None)
 
 
 def give_back(groups: bool = True) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
@@ -42,15 +41,9 @@ class Policy(str, enum.Enum):
     PAIRED = "paired"  # single, and two ranks behind one switch never go the same way at once
 
 
-class LinkLock(Protocol):
-    """Lets one of the ranks that share a link copy in a direction at a time."""
-
-    def hold(self, direction: Direction) -> AbstractContextManager[Any]:
-        """Held while a copy of ``direction`` runs."""
-
-
 class FileLinkLock:
-    """``LinkLock`` between processes of one host: a locked file for each direction.
+    """Lets one of the ranks of a host that share a link copy in a direction at a time: a locked
+    file for each direction.
 
     The files are open from the start, so their folder may be removed once all ranks have opened
     them: then nothing is left of them, however the ranks end.
@@ -65,6 +58,7 @@ class FileLinkLock:
 
     @contextmanager
     def hold(self, direction: Direction) -> Iterator[None]:
+        """Held while a copy of ``direction`` runs."""
         import fcntl  # Not on every system; only this policy needs it.
 
         fcntl.flock(self._files[direction], fcntl.LOCK_EX)
@@ -133,7 +127,7 @@ class Engine:
         device: Device,
         arena: HostArena,
         policy: Policy | str = Policy.SINGLE,
-        link_lock: LinkLock | None = None,
+        link_lock: FileLinkLock | None = None,
     ) -> None:
         self.device, self.arena, self.policy = device, arena, Policy(policy)
         if self.policy is Policy.PAIRED and device.guards_copies and link_lock is None:

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .errors import OffloadConfigError
-from .host_memory import GIB, read_lines, read_number
+from .host_memory import GIB, read_number, text_of
 
 # What the rest of the machine needs while training runs: page cache, data loader, checkpoints.
 USABLE_FRACTION = 0.9
@@ -78,7 +79,7 @@ def bound_to_numa_node(pci_bus_id: str | None, root: Path = Path("/")) -> Iterat
     """
     before = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
     cpus = frozenset() if pci_bus_id is None else _local_cpus(pci_bus_id, root)
-    online = _cpu_list("".join(read_lines(root / "sys/devices/system/cpu/online")))
+    online = _cpu_list(text_of(root / "sys/devices/system/cpu/online"))
     changed = before == online and bool(cpus & before)
     if changed:
         os.sched_setaffinity(0, cpus & before)
@@ -125,13 +126,8 @@ def pci_bus_id(device: torch.device) -> str | None:
     """The PCI address of a CUDA device as sysfs writes it; None for others."""
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
-    # torch before 2.8 does not say; a wrong guess would be worse than none.
-    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    if None in parts:
-        return None
-    domain, bus, slot = parts
-    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def _local_cpus(pci_bus_id: str, root: Path) -> frozenset[int]:
@@ -140,13 +136,13 @@ def _local_cpus(pci_bus_id: str, root: Path) -> frozenset[int]:
     node = read_number(place / "numa_node")
     if node is None or node < 0:
         return frozenset()
-    return _cpu_list("".join(read_lines(place / "local_cpulist")))
+    return _cpu_list(text_of(place / "local_cpulist"))
 
 
 def _cpu_list(text: str) -> frozenset[int]:
     """``0-3,8`` as numbers."""
     cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
+    for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)

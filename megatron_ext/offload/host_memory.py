@@ -18,11 +18,11 @@ def stated_host_bytes(root: Path) -> int | None:
     """The least of what the kernel says is available and what the control groups of this process
     (versions 1 and 2) still allow; None if neither says. ``root`` is ``/``, or a test's folder."""
     amounts = []
-    for line in read_lines(root / "proc/meminfo"):
+    for line in text_of(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             amounts.append(int(line.split()[1]) * 1024)
     group = "/"
-    for line in read_lines(root / "proc/self/cgroup"):
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" or "memory" in controllers.split(","):
             group = path
@@ -40,17 +40,17 @@ def stated_host_bytes(root: Path) -> int | None:
     return min(amounts, default=None)
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a file; none if it cannot be read."""
+def text_of(path: Path) -> str:
+    """What is in a file; nothing if it cannot be read."""
     try:
-        return path.read_text().splitlines()
+        return path.read_text(errors="replace").strip()
     except OSError:
-        return []
+        return ""
 
 
 def read_number(path: Path) -> int | None:
     """The number in a file; None if there is none (``max`` means no limit)."""
     try:
-        return int(path.read_text().strip())
-    except (OSError, ValueError):
+        return int(text_of(path))
+    except ValueError:
         return None

@@ -36,15 +36,6 @@ class Statistics:
         # Not measured here: summing over all blocks of all sets would take milliseconds.
         nbytes = sum(record.device_bytes for record in sets)
         self.peak_device_bytes = max(self.peak_device_bytes, nbytes)
-        self.peak_device_sets = max(self.peak_device_sets, device_sets(sets))
-        self.peak_host_sets = max(self.peak_host_sets, host_sets(sets))
-
-
-def device_sets(sets: Collection[ActivationSet]) -> int:
-    """Sets that occupy device memory: from F to the end of W, except on the host."""
-    return sum(record.on_device for record in sets)
-
-
-def host_sets(sets: Collection[ActivationSet]) -> int:
-    """Sets with a place in the arena."""
-    return sum(record.on_host for record in sets)
+        on_device = sum(record.on_device for record in sets)
+        self.peak_device_sets = max(self.peak_device_sets, on_device)
+        self.peak_host_sets = max(self.peak_host_sets, sum(record.on_host for record in sets))

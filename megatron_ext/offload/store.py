@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .engine import Engine
 from .saved import MIN_BYTES, Selection
 from .sets import ActivationSet, Footprint, State
-from .statistics import Statistics, device_sets
+from .statistics import Statistics
 
 
 class ActivationStore:
@@ -178,12 +178,8 @@ class ActivationStore:
     def __len__(self) -> int:
         return len(self._sets)
 
-    def device_sets(self) -> int:
-        """Sets that occupy device memory: from F to the end of W, except on the host."""
-        return device_sets(self._sets.values())
-
     def away(self) -> list[Hashable]:
-        """Sets that occupy none, from RELEASE to PREPARE."""
+        """Sets that occupy no device memory, from RELEASE to PREPARE."""
         return [key for key, record in self._sets.items() if not record.on_device]
 
     def footprint(self, key: Hashable) -> Footprint:

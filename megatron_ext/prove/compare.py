@@ -296,7 +296,7 @@ def _cause(key: Key, mine: torch.Tensor, wanted: Step, found: Step, before: Step
             return f"equal to that of microbatch {other.sample}: messages or data are exchanged"
     if before is not None and key in before.wholes and _same(mine, before.wholes[key].tensor):
         return "equal to that of the step before: it was not updated, or read from an old buffer"
-    return _ratio(mine, right, found.places) or _blocks(key, mine, right) or _inputs(key, found)
+    return _ratio(mine, right, found.places) or _blocks(mine, right) or _inputs(key, found)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -325,7 +325,7 @@ def _ratio(mine: torch.Tensor, right: torch.Tensor, places: list[dict[str, int]]
     return f"{factor:.6g} times the right value: a scale is wrong" if mine.dim() else ""
 
 
-def _blocks(key: Key, mine: torch.Tensor, right: torch.Tensor) -> str:
+def _blocks(mine: torch.Tensor, right: torch.Tensor) -> str:
     """A sentence if its rows are the right ones in another order."""
     if mine.dim() < 2 or mine.shape[0] < 2:
         return ""

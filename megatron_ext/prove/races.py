@@ -25,7 +25,7 @@ LONGEST = 0.004  # seconds that a message or copy waits before it starts
 
 
 class _Late:
-    """A message that has not started; its ``wait`` returns when it has ended."""
+    """A message that has not started, as one of torch's work objects."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self._start, self._begun, self._work = start, threading.Event(), None
@@ -40,14 +40,12 @@ class _Late:
         self._begun.set()
 
     def wait(self, *args: Any) -> Any:
-        """As of torch's work objects."""
         self._begun.wait()
         if self._error is not None:
             raise self._error
         return None if self._work is None else self._work.wait(*args)
 
     def is_completed(self) -> bool:
-        """As of torch's work objects."""
         return self._begun.is_set() and (self._work is None or self._work.is_completed())
 
     def __getattr__(self, name: str) -> Any:

@@ -37,7 +37,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import run_log
 from .preload import keep_writing_here, preload
 
 HOME = Path(__file__).resolve().parents[2]  # of the package
@@ -82,7 +81,8 @@ class Outcome:
 
     def losses(self) -> list[dict[str, Any]]:
         """One entry an iteration, floats as hexadecimal, from the launcher's ``--loss-log``."""
-        return run_log.loss_log(self.folder / "losses.jsonl")
+        path = self.folder / "losses.jsonl"
+        return [json.loads(line) for line in path.open()] if path.is_file() else []
 
 
 class ScriptServer:

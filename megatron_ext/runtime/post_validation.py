@@ -45,7 +45,6 @@ class StepOperations:
         self.channel = validator.channel
 
     def handlers(self, executor: Executor) -> Mapping[Operation, Callable[[Action], None]]:
-        """One function an operation."""
         self._executor = executor
         return {
             ValidationOp.PREFIX: self._prefix,
@@ -58,7 +57,6 @@ class StepOperations:
         }
 
     def finish(self) -> None:
-        """Wait until everything sent has been received."""
         self.channel.finish()
 
     def release(self) -> None:

@@ -15,16 +15,6 @@ _BEGIN = threading.Lock()
 _Tasks = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
-def begin_thread() -> None:
-    """To call first in every thread of ours that uses torch.
-
-    In a process that was forked, the first call of a new thread makes a new pool of torch,
-    unguarded: of two at once, one finds none and fails.
-    """
-    with _BEGIN:
-        torch.get_num_threads()
-
-
 class Worker:
     """A thread that does tasks in order: a stream without a GPU. It ends with this object.
 
@@ -49,7 +39,10 @@ class Worker:
 
 
 def _work(tasks: _Tasks) -> None:
-    begin_thread()
+    # In a process that was forked, the first call of a new thread makes a new pool of torch,
+    # unguarded: of two at once, one finds none and fails.
+    with _BEGIN:
+        torch.get_num_threads()
     while (item := tasks.get()) is not None:
         task, result = item
         value = error = None

@@ -343,7 +343,7 @@ class Runner:
 
     def live_sets(self) -> int:
         """Activation sets on the device."""
-        return len(self.live) - (len(self.store) - self.store.device_sets())
+        return len(self.live) - len(self.store.away())
 
     def _finished(self, key: tuple[int, int]) -> None:
         del self.live[key]

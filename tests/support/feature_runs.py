@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.prove import session
-from megatron_ext.prove.run_log import values
 from megatron_ext.prove.server import Outcome, ScriptServer
+from scripts.run_log import values
 from tests.support.features import BASE, Feature
 
 SCHEDULES = "1f1b,interleaved,zb-h1,zb-h2,interleaved-zb,v-min,v-half,v-zb,v-cap,gis,gis-h,po,auto"

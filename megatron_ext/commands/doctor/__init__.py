@@ -28,7 +28,6 @@ SECONDS_ENVIRONMENT = "MEGATRON_EXT_DOCTOR_SECONDS"
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.description = (
         "One line a subject: ok, warning or error, with the fix. Exit status 1 if one is an error."
     )

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...offload.host_memory import read_number, text_of
+
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor; first byte of the class: display controllers
 
 
@@ -34,16 +36,18 @@ def gpus(root: Path) -> list[Gpu]:
     """NVIDIA's GPUs in sysfs, by address. ``root`` is ``/``, or a test's folder."""
     found = []
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
-        if _text(device / "vendor") != _NVIDIA or not _text(device / "class").startswith(_DISPLAY):
+        if text_of(device / "vendor") != _NVIDIA or not text_of(device / "class").startswith(
+            _DISPLAY
+        ):
             continue
-        node = _text(device / "numa_node")
-        speed = _text(device / "current_link_speed").removesuffix(" PCIe")
-        width = _text(device / "current_link_width")
+        speed = text_of(device / "current_link_speed").removesuffix(" PCIe")
+        width = text_of(device / "current_link_width")
         link = f"{speed} x{width}" if speed and width else "unknown link"
         # .../pci0000:3a/0000:3a:01.0/0000:3b:00.0: the second part is the root port.
         path = [p for p in device.resolve().parts if re.fullmatch(r"[0-9a-f]{4,}:.*\.\d", p)]
-        number = int(node) if re.fullmatch(r"\d+", node) else None
-        found.append(Gpu(device.name, number, link, path[0] if path else device.name))
+        node = read_number(device / "numa_node")
+        node = node if node is not None and node >= 0 else None
+        found.append(Gpu(device.name, node, link, path[0] if path else device.name))
     return found
 
 
@@ -80,9 +84,6 @@ _CONFLICTS = (
     ("CUDA_LAUNCH_BLOCKING", _ON, "the host waits for every kernel: nothing overlaps", "unset it"),
     ("(TORCH_)?NCCL_BLOCKING_WAIT", _ON,
      "the host waits in every message, so passes no longer hide them", "unset it"),
-    ("TORCH_NCCL_AVOID_RECORD_STREAMS", r"0",
-     "with torch before 2.8, memory of collectives stays allocated for longer than the plan counts",
-     "unset it"),
     ("PYTORCH_NO_CUDA_MEMORY_CACHING", r".+",
      "every allocation of an activation set synchronizes the device", "unset it"),
     ("NCCL_P2P_DISABLE", _ON,
@@ -109,10 +110,3 @@ def cpus_bound() -> tuple[int, int]:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0)), total
     return total, total
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -35,7 +35,7 @@ _RUNS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 
 
 def torch_facts() -> dict[str, Any]:
-    """Versions, devices and their places on the bus; ``{"error": ...}`` without torch."""
+    """Versions and devices; ``{"error": ...}`` without torch."""
     try:
         import torch
     except Exception as error:
@@ -45,12 +45,8 @@ def torch_facts() -> dict[str, Any]:
     with contextlib.suppress(Exception):
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             found = torch.cuda.get_device_properties(index)
-            names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-            parts: list[Any] = [getattr(found, name, None) for name in names]
-            bus = None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
             capability = f"{found.major}.{found.minor}"
-            memory = {"total_bytes": found.total_memory, "pci": bus}
-            facts["devices"].append({"name": found.name, "capability": capability, **memory})
+            facts["devices"].append({"name": found.name, "capability": capability})
     with contextlib.suppress(Exception):
         if torch.version.cuda is not None and torch.distributed.is_nccl_available():
             facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())

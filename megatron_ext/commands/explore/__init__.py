@@ -16,7 +16,6 @@ _PORT = 8765
 
 
 def declare(parser: Parser) -> None:
-    """Its options."""
     parser.description = (
         "Serves a page to this machine's browsers only. It needs nothing but Python."
     )

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -46,7 +47,7 @@ class Explorer:
             self.first = f"options={options}&schedule=1f1b&schedule=v-half"
         self._files: dict[str, Schedule] = {}
         self._measured: dict[str, list[timeline.Timeline]] = {}
-        self._made: OrderedDict[tuple[str, ...], _Made] = OrderedDict()
+        self._made: OrderedDict[tuple[str, ...], Future[Shown]] = OrderedDict()
         self._lock = threading.RLock()
 
     # What can be chosen besides the generated schedules.
@@ -183,34 +184,19 @@ class Explorer:
         return self._once((options, name), lambda: request.result(args, name, file, self._model))
 
     def _once(self, key: tuple[str, ...], make: Callable[[], Shown]) -> Shown:
-        """What ``make`` returns or raises, made by one thread and kept."""
+        """What ``make`` returns or raises, made by the first who asks, and kept."""
         with self._lock:
-            mine = self._made.get(key)
-            if mine is None:
-                mine = self._made[key] = _Made()
-                while len(self._made) > _KEPT:
-                    self._made.popitem(last=False)
+            first = key not in self._made
+            made = self._made.setdefault(key, Future())
             self._made.move_to_end(key)
-        return mine.get(make)
-
-
-class _Made:
-    """A result that the first who asks for it makes, while others wait."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._done: Shown | Exception | None = None
-
-    def get(self, make: Callable[[], Shown]) -> Shown:
-        with self._lock:
-            if self._done is None:
-                try:
-                    self._done = make()
-                except Exception as error:  # for all who ask
-                    self._done = error
-            if isinstance(self._done, Exception):
-                raise self._done
-            return self._done
+            while len(self._made) > _KEPT:
+                self._made.popitem(last=False)
+        if first:
+            try:
+                made.set_result(make())
+            except BaseException as error:  # for all who ask
+                made.set_exception(error)
+        return made.result()
 
 
 def _table(rows: Sequence[Shown], impossible: Sequence[str]) -> str:

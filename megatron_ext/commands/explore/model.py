@@ -13,7 +13,7 @@ from ...plan.layout import split_of
 from ...plan.model import Job, PlanError
 from ...plan.space import SearchSpace
 from ...plan.workload import Workload
-from ...schedule import GENERATORS, Placement, Schedule
+from ...schedule import GENERATORS, Placement, Schedule, ScheduleSpec
 from .. import plan_input
 from ..parser import InputError, Options, Parser
 
@@ -120,8 +120,5 @@ class Model:
         """Of a schedule of the page."""
         if file is not None:
             return file.placement
-        made = GENERATORS[name]
-        chunks = (args.chunks or made.default_chunks) if made.any_chunks else made.default_chunks
-        if made.placement == "vee":
-            return Placement.vee(args.pp)
-        return Placement.loop(args.pp, chunks)
+        chunks = args.chunks if GENERATORS[name].any_chunks else None
+        return ScheduleSpec(name, args.pp, 1, chunks).placement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
@@ -25,19 +26,13 @@ def serve(explorer: Explorer, port: int, fallback: bool) -> ThreadingHTTPServer:
     Raises:
         OSError: the port cannot be had.
     """
-
-    def handler(*args: Any) -> _Handler:
-        return _Handler(explorer, *args)
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
+    handler = functools.partial(_Handler, explorer)
     try:
-        return Server(("127.0.0.1", port), handler)
+        return ThreadingHTTPServer(("127.0.0.1", port), handler)
     except OSError as error:
         if not fallback or error.errno != errno.EADDRINUSE:
             raise
-        return Server(("127.0.0.1", 0), handler)
+        return ThreadingHTTPServer(("127.0.0.1", 0), handler)
 
 
 class _Handler(BaseHTTPRequestHandler):

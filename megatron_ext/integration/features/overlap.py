@@ -155,7 +155,6 @@ class PairRunner(MegatronRunner):
     def joint(
         self, forward: ForwardPass, backward: BackwardPass
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both passes, layer by layer; see ``StageRunner``."""
         if forward.x is not None:
             forward.x.requires_grad_(True)
         with self.backpropagating(backward):

@@ -35,6 +35,11 @@ def host_bytes(store: ActivationStore, key: Any = KEY) -> int:
     return slot.end - slot.start if slot is not None else 0
 
 
+def device_sets(store: ActivationStore) -> int:
+    """Sets that occupy device memory."""
+    return len(store) - len(store.away())
+
+
 def host_sets(store: ActivationStore) -> int:
     """Sets with a place in the arena."""
     return sum(record.on_host for record in store._sets.values())

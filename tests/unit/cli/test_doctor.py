@@ -109,11 +109,7 @@ def test_a_control_group_limits_memory(tmp_path: Path) -> None:
 
 
 def test_variables_that_work_against_a_schedule() -> None:
-    bad = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "NCCL_BLOCKING_WAIT": "1",
-        "TORCH_NCCL_AVOID_RECORD_STREAMS": "0",
-    }
+    bad = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_BLOCKING_WAIT": "1"}
     good = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_LAUNCH_BLOCKING": "0", "HOME": "1"}
     assert {name.split("=")[0] for name, _, _ in machine.conflicts(bad)} == set(bad)
     assert machine.conflicts(good) == []
@@ -141,7 +137,7 @@ def test_what_transformer_engine_enables(version: str) -> None:
 
 
 def test_a_gpu_is_named() -> None:
-    device = {"name": "NVIDIA H200", "capability": "9.0", "total_bytes": 1, "pci": None}
+    device = {"name": "NVIDIA H200", "capability": "9.0"}
     facts = {"version": "2.15.0", "cuda": "13.2", "devices": [device] * 8, "nccl": "2.30.7"}
     found = {f.name: f for f in findings._torch(facts)}
     assert found["cuda"].text == "13.2, 8 x NVIDIA H200 (compute capability 9.0)"

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.prove import run_log
-from scripts import demo_report
+from scripts import demo_report, run_log
 
 LINE = (
     " [2026] iteration {0:8d}/ 12 | consumed samples: 8 | elapsed time per iteration (ms): 3{0}.5 "
@@ -33,7 +32,7 @@ def test_steps_of_a_log_that_ranks_share() -> None:
 
 
 def test_exact_losses_and_peaks(tmp_path: Path) -> None:
-    assert run_log.loss_log(tmp_path / "none.jsonl") == []
+    assert run_log.lm_losses(tmp_path / "none.jsonl") == {}
     path = tmp_path / "losses.jsonl"
     entries = [{"iteration": i, "losses": {"lm loss": (0.1 * i).hex()}} for i in (1, 2)]
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))

@@ -117,11 +117,11 @@ class Lengths(Feature):
 
     def _read(self, step: Step) -> list[Load] | str | None:
         """The loads, on ranks of the first stage with data; what is wrong; None on others."""
-        queue = self._queues.of_chunks[0]
+        queue, count = self._queues.of_chunks[0], step.call.iteration.num_microbatches
         if step.rank != 0 or queue is None:
             return None
         try:
-            found = [self._sequences(one) for one in queue.peek(self._count(step))]
+            found = [self._sequences(one) for one in queue.peek(count)]
         except ConfigError as error:
             return str(error)
         length, samples = step.call.batch
@@ -137,10 +137,6 @@ class Lengths(Feature):
             iteration.forward_step_func = self._loss_functions.checked(
                 iteration.forward_step_func, ranks, flag
             )
-
-    def _count(self, step: Step) -> int:
-        count: int = step.call.iteration.num_microbatches
-        return count
 
     @functools.cached_property
     def _sequences(self) -> Callable[[Any], Sequences]:

@@ -14,7 +14,7 @@ import torch
 
 from ....offload.arena import HostArena
 from ....offload.device import Device, device_for
-from ....offload.engine import Engine, FileLinkLock, LinkLock, Policy
+from ....offload.engine import Engine, FileLinkLock, Policy
 from ....offload.host import pci_bus_id
 from ....offload.pairs import Pairs, bridges, by_switch, in_all
 from ....offload.rates import Rates
@@ -51,7 +51,7 @@ class TransferSetup:
     why: str
     rates: Rates | None = None
     pairs: Pairs | None = None
-    link_lock: LinkLock | None = None
+    link_lock: FileLinkLock | None = None
 
     def applied_to(self, link: Link) -> Link:
         """``link``'s times under the agreed policy and pairs."""
@@ -178,7 +178,7 @@ def _consensus(votes: Sequence[str]) -> str:
 
 def _link_lock(
     policy: Policy, device: Device, rank: int, first: int, group: Any
-) -> LinkLock | None:
+) -> FileLinkLock | None:
     """Locks that each pair shares, where the device can hold them."""
     if policy is not Policy.PAIRED or not device.guards_copies:
         return None

@@ -102,7 +102,7 @@ def _largest(found: Sequence[Sequence[Sequence[Any]]], column: int) -> tuple[int
 
 
 class SetSizes:
-    """Counts what the first microbatch's set of each chunk keeps alive, in bytes.
+    """Counts what the first microbatch's set of each chunk keeps (a ``SetObserver``), in bytes.
 
     Storages count once and whole, those of parameters and buffers not at all. Slices of the
     microbatch add up, without what they share.
@@ -126,7 +126,6 @@ class SetSizes:
         self.until_w: dict[int, int] = {}
 
     def forward(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
-        """After F; ``output`` still has its history."""
         if place_of(microbatch)[0] != 0:
             return
         # A graph that will not be looked into is no reason to end training.
@@ -134,14 +133,12 @@ class SetSizes:
             self.until_b[chunk] = self.until_b.get(chunk, 0) + self._bytes(_saved(output))
 
     def postponed(self, chunk: int, microbatch: int) -> None:
-        """Between B and W."""
         first = place_of(microbatch)[0] == 0
         tensors = self._store.tensors((chunk, microbatch)) if first else None
         if tensors is not None:
             self.until_w[chunk] = self.until_w.get(chunk, 0) + self._bytes(tensors)
 
     def stays(self, tensor: torch.Tensor) -> None:
-        """A tensor outlives the sets that keep parts of it."""
         self._own.add(tensor.untyped_storage().data_ptr())
 
     def _bytes(self, tensors: Sequence[torch.Tensor]) -> int:

@@ -23,17 +23,19 @@ from .state import Cuts
 from .wanted import Wanted
 
 
-def install(wanted: Wanted, version: str, implementation: str = "local") -> Hooks:
+def install(wanted: Wanted, version: str) -> Hooks:
     """Let Megatron's training without a pipeline run in slices, until the hooks are reverted."""
     hooks = Hooks(version)
-    hooks.apply(declared(_Alone(wanted, implementation)))
+    hooks.apply(declared(_Alone(wanted)))
     return hooks
 
 
 class _Alone(SlicedModel):
-    def __init__(self, wanted: Wanted, implementation: str) -> None:
+    implementations = ("local",)
+
+    def __init__(self, wanted: Wanted) -> None:
         super().__init__()
-        self._wanted, self.implementations = wanted, (implementation,)
+        self._wanted = wanted
 
     @hooked(NO_PIPELINE, "whole sequences would run")
     def _forward_backward(

@@ -53,10 +53,6 @@ class Whole:
 _WHY = "the tokens behind a slice would be missing"
 
 
-def _counts(prediction: Prediction) -> bool:
-    return MTP_LOSS.exists and MTP_ACCEPTANCE.exists
-
-
 class Prediction(Sliced):
     """Where multi-token prediction looks at the tokens behind; nowhere in versions without a
     function for its loss, where it is refused.
@@ -104,7 +100,7 @@ class Prediction(Sliced):
         finally:
             self._in_loss = False
 
-    @hooked(MTP_ACCEPTANCE, _WHY, when=_counts)
+    @hooked(MTP_ACCEPTANCE, _WHY, when=lambda self: MTP_LOSS.exists and MTP_ACCEPTANCE.exists)
     def _accepted(
         self,
         original: Callable[..., Any],

@@ -26,10 +26,6 @@ logger = logging.getLogger(__name__)
 _IN_LINE = "the log line would not say bubble and peak"
 
 
-def _in_megatrons_loop(telemetry: Any) -> bool:
-    return bool(telemetry._run.training)
-
-
 WRITABLE = Rule(
     "--pp-trace {folder} needs a folder that every rank can make and write",
     "this one cannot be written ({why})",
@@ -147,7 +143,7 @@ class Telemetry(Feature):
 
     # --- Megatron's loop ---
 
-    @hooked(TRAINING_LOG, _IN_LINE, when=_in_megatrons_loop)
+    @hooked(TRAINING_LOG, _IN_LINE, when=lambda self: self._run.training)
     def _with_measuring(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
@@ -168,7 +164,7 @@ class Telemetry(Feature):
             if due and found is not None:
                 text.write(numbers, given["iteration"])
 
-    @hooked(PRINT_LAST, _IN_LINE, when=_in_megatrons_loop)
+    @hooked(PRINT_LAST, _IN_LINE, when=lambda self: self._run.training)
     def _with_text(
         self, original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any
     ) -> Any:

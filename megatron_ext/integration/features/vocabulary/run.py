@@ -68,7 +68,6 @@ class VocabularyRunner(MegatronRunner):
         self._last_use: dict[Any, Any] = {}
 
     def extension(self, plan: Schedule) -> VocabularyPasses:
-        """The passes; see ``MegatronRunner.extension``."""
         for action in plan.ranks[self._rank]:
             for op, _, microbatch in action.parts:
                 if op in (T, G) and self._is_last(microbatch):
@@ -161,15 +160,12 @@ class VocabularyRunner(MegatronRunner):
         return _Early(args, kwargs, loss_func), every
 
     def output_gradient(self, microbatch: int, operands: Operands) -> None:
-        """T; see ``VocabularyModel``."""
         self._add(T, microbatch, self._shard.output, operands)
 
     def embedding_gradient(self, microbatch: int, grad: torch.Tensor) -> None:
-        """G; see ``VocabularyModel``."""
         self._add(G, microbatch, self._shard.embedding, grad)
 
     def evaluate(self, microbatch: int) -> None:
-        """Report the loss of one microbatch; see ``VocabularyModel``."""
         self._loss(self.placement.chunk_of(self.placement.num_stages - 1), microbatch)
 
     def forward_step_func(self, chunk: int, microbatch: int) -> Callable[..., Any]:

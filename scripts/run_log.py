@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Step(NamedTuple):
@@ -35,15 +35,11 @@ def steps(text: str) -> Iterator[Step]:
         yield Step(int(found[1]), int(found[2]), values(found[3]))
 
 
-def loss_log(path: Path) -> list[dict[str, Any]]:
-    """One entry an iteration of the launcher's ``--loss-log``, floats as hexadecimal; empty if
-    there is no such file."""
-    return [json.loads(x) for x in path.read_text().splitlines()] if path.is_file() else []
-
-
 def lm_losses(path: Path) -> dict[int, float]:
-    """Iteration -> loss of a ``--loss-log``, without any rounding."""
-    return {x["iteration"]: float.fromhex(x["losses"]["lm loss"]) for x in loss_log(path)}
+    """Iteration -> loss of the launcher's ``--loss-log``, without any rounding; empty if there is
+    no such file."""
+    entries = [json.loads(x) for x in path.read_text().splitlines()] if path.is_file() else []
+    return {x["iteration"]: float.fromhex(x["losses"]["lm loss"]) for x in entries}
 
 
 def peak_sets(folder: Path) -> list[int]:
