@@ -109,7 +109,11 @@ def test_a_control_group_limits_memory(tmp_path: Path) -> None:
 
 
 def test_variables_that_work_against_a_schedule() -> None:
-    bad = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_BLOCKING_WAIT": "1"}
+    bad = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "0",
+    }
     good = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_LAUNCH_BLOCKING": "0", "HOME": "1"}
     assert {name.split("=")[0] for name, _, _ in machine.conflicts(bad)} == set(bad)
     assert machine.conflicts(good) == []
