@@ -232,6 +232,11 @@ RESHARDABLE_STATE = Target.at(
     "DistributedOptimizer.sharded_param_state_fully_reshardable",
     *("self", "model_sharded_state_dict"),
 )
+PARALLEL_SAVE = Target.at(
+    f"{_CORE}.dist_checkpointing.strategies.fully_parallel:"
+    "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+    *("self", "sharded_state_dict"),
+)
 CHAINED_STEP = Target.at(f"{_CORE}.optimizer.optimizer:ChainedOptimizer.step", "self")
 
 # Megatron's training scripts.

@@ -254,8 +254,9 @@ def test_random_state_goes_on(runs: Runs) -> None:
     [
         # Stock cannot change the expert parallel size with the optimizer: it has one more then.
         nightly([*MOE.split(), "--expert-model-parallel-size", "2"], 2),
-        nightly(["--mtp-num-layers", "1", "--position-embedding-type", "rope"], 1),
-        nightly(["--swiglu", "--tied"], 1),
+        # Two copies of the word embeddings on a rank, one of whose replicas saves them.
+        nightly(["--mtp-num-layers", "1", "--position-embedding-type", "rope"], 2),
+        nightly(["--swiglu", "--tied"], 2),
     ],
     ids=["experts", "mtp", "tied"],
 )
