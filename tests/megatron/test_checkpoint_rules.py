@@ -140,3 +140,17 @@ def test_one_copy_of_tied_weights_is_saved() -> None:
     assert [list(saved[name]) for name in ("model0", "model1")] == [[weight, "half"], ["norm"]]
     assert saved["optimizer"] == {"by number": {0: {"exp_avg": states[0]}, 1: {}}}
     assert [[one.key for one in group] for group in saved["in lists"]] == [["main", "other"], []]
+
+
+def test_buckets_have_no_padding_to_leave_out_while_a_state_is_made() -> None:
+    """See ``test_optimizer_in_shards`` for what it is good for."""
+    bucket = SimpleNamespace(numel_unpadded=64, grad_data=SimpleNamespace(numel=lambda: 128))
+    buffer = SimpleNamespace(numel_unpadded=64, numel=128, buckets=[bucket])
+    optimizer = SimpleNamespace(buffers=[buffer])
+
+    def state(optimizer: Any, model: str, is_loading: bool) -> tuple[Any, ...]:
+        return model, is_loading, buffer.numel_unpadded, bucket.numel_unpadded
+
+    made = vee()._sharded_param_state(state, optimizer, "model", is_loading=True)
+    assert made == ("model", True, 128, 128)
+    assert (buffer.numel_unpadded, bucket.numel_unpadded) == (64, 64)
