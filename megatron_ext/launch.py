@@ -66,23 +66,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = {"device": options.device, "script": str(script), "pid": os.getpid()}
     os.environ[_STARTED] = json.dumps(started)
     _prepare_device(options.device)
-    _run(script, args, options.loss_log)
+    status: Any = None
+    try:
+        _run(script, args, options.loss_log)
+    except SystemExit as end:  # as of Megatron at --exit-interval
+        if options.device != "cpu":
+            raise
+        status = end.code
     if options.device == "cpu":
-        _leave()
+        _leave(status)
 
 
-def _leave() -> NoReturn:
-    """End a finished CPU run without interpreter shutdown; threads of the script (not daemons) end
-    first, as usual, exit handlers run, buffers are written.
+def _leave(status: Any) -> NoReturn:
+    """End a CPU run without interpreter shutdown; threads of the script (not daemons) end first, as
+    usual, exit handlers run, buffers are written.
+
+    Args:
+        status: as ``sys.exit`` takes it.
 
     gloo's threads may still run while the interpreter and torch's static objects are destroyed,
     which has aborted ranks (``terminate called``) after a training run had succeeded.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit((status or 0) & 0xFF)
 
 
 def _parser() -> argparse.ArgumentParser:

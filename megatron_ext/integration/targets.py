@@ -227,6 +227,16 @@ DDP_HOOK_MAKER = Target.at(
 TIED_GRADIENTS = Target.at(
     f"{_CORE}.distributed.finalize_model_grads:_allreduce_word_embedding_grads", "model"
 )
+RESHARDABLE_STATE = Target.at(
+    f"{_CORE}.optimizer.distrib_optimizer:"
+    "DistributedOptimizer.sharded_param_state_fully_reshardable",
+    *("self", "model_sharded_state_dict"),
+)
+PARALLEL_SAVE = Target.at(
+    f"{_CORE}.dist_checkpointing.strategies.fully_parallel:"
+    "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+    *("self", "sharded_state_dict"),
+)
 CHAINED_STEP = Target.at(f"{_CORE}.optimizer.optimizer:ChainedOptimizer.step", "self")
 
 # Megatron's training scripts.

@@ -111,3 +111,46 @@ def test_parameters_on_one_side_only() -> None:
         report(arguments(), "a folder", [], list("abcde"), "")
     report(arguments(finetune=True), "a folder", [], ["a"], "")
     report(arguments(dist_ckpt_strictness="log_all"), "a folder", ["a"], ["b"], "")
+
+
+def test_one_copy_of_tied_weights_is_saved() -> None:
+    """Of its optimizer state, too; other parts of one tensor stay."""
+    import torch
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from megatron_ext.integration.features.v_placement import VPlacement
+
+    def part(key: str, copy: int, number: int = 0) -> ShardedTensor:
+        own = torch.zeros(2, 2)
+        return ShardedTensor.from_rank_offsets(key, own, (0, number, 2), replica_id=(copy, 0, 0))
+
+    weight, state = "embedding.weight", "optimizer.state.exp_avg.embedding.weight"
+    states = [part(state, copy) for copy in range(2)]
+    saved: dict[str, Any] = {
+        "model0": {weight: part(weight, 0), "half": part(weight, 0, 1)},
+        "model1": {"output_layer.weight": part(weight, 1), "norm": part("norm", 0)},
+        "optimizer": {"by number": {n: {"exp_avg": one} for n, one in enumerate(states)}},
+        "in lists": [[part("main", 0), part("other", 0)], [part("main", 1)]],
+    }
+    given: list[Any] = []
+    started(VPlacement)._apply_saving_parallelization(
+        lambda strategy, state: given.append(state), None, saved
+    )
+    assert given[0] is saved
+    assert [list(saved[name]) for name in ("model0", "model1")] == [[weight, "half"], ["norm"]]
+    assert saved["optimizer"] == {"by number": {0: {"exp_avg": states[0]}, 1: {}}}
+    assert [[one.key for one in group] for group in saved["in lists"]] == [["main", "other"], []]
+
+
+def test_buckets_have_no_padding_to_leave_out_while_a_state_is_made() -> None:
+    """See ``test_optimizer_in_shards`` for what it is good for."""
+    bucket = SimpleNamespace(numel_unpadded=64, grad_data=SimpleNamespace(numel=lambda: 128))
+    buffer = SimpleNamespace(numel_unpadded=64, numel=128, buckets=[bucket])
+    optimizer = SimpleNamespace(buffers=[buffer])
+
+    def state(optimizer: Any, model: str, is_loading: bool) -> tuple[Any, ...]:
+        return model, is_loading, buffer.numel_unpadded, bucket.numel_unpadded
+
+    made = vee()._sharded_param_state(state, optimizer, "model", is_loading=True)
+    assert made == ("model", True, 128, 128)
+    assert (buffer.numel_unpadded, bucket.numel_unpadded) == (64, 64)

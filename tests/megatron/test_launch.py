@@ -80,11 +80,13 @@ def test_unsupported_megatron(tmp_path: Path) -> None:
     assert "TRAINS" not in done.stdout
 
 
-def test_a_run_on_cpus_ends_with_its_scripts_threads(tmp_path: Path) -> None:
-    """As a process that Python ends: one that is writing, and tasks that wait for a worker."""
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit(3)", 3)])
+def test_a_run_on_cpus_ends_with_its_scripts_threads(tmp_path: Path, end: str, status: int) -> None:
+    """As a process that Python ends: one that is writing, and tasks that wait for a worker. What
+    the interpreter would destroy stays: it may abort then, as gloo has."""
     program = tmp_path / "script.py"
     program.write_text(
-        "import threading, time\n"
+        "import os, sys, threading, time\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
         "def write(text):\n"
         "    time.sleep(0.5)\n"
@@ -93,7 +95,11 @@ def test_a_run_on_cpus_ends_with_its_scripts_threads(tmp_path: Path) -> None:
         "pool = ThreadPoolExecutor(1)\n"
         "for number in range(3):\n"
         "    pool.submit(write, f'TASK {number}')\n"
+        "class Torn:\n"
+        "    def __del__(self, abort=os.abort):\n"
+        "        abort()\n"
+        f"sys.torn = Torn()\n{end}\n"
     )
     done = run([warm.python(""), "-m", "megatron_ext.launch", "--device", "cpu", str(program)])
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == status, done.stdout
     assert {"A THREAD", "TASK 0", "TASK 1", "TASK 2"} <= {*done.stdout.splitlines()}

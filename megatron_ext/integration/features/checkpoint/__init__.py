@@ -9,6 +9,7 @@ the second is compared by name and shape before anything is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from ...errors import ConfigError
 from ...feature import Feature, Run
 from ...hooks import hooked
 from ...rules import Rule
-from ...targets import LOAD, LOAD_BASE, SAVE
+from ...targets import LOAD, LOAD_BASE, RESHARDABLE_STATE, SAVE
 from ...utils import chunks_of, gather, unwrapped
 from . import integrity
 from .parameters import differing_flags, named, shapes, shapes_of, shapes_on_disk
@@ -171,6 +172,21 @@ class Checkpoint(Feature):
     @hooked(SAVE, "a failed save would not report what a restart will load")
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return integrity.report_failure(original, *args, **kwargs)
+
+    # Before core_v0.20 Megatron packs buckets without the padding at their ends, and then looks for
+    # parameters where they are with it. With no padding to leave out, both are the same.
+    @hooked(RESHARDABLE_STATE, "optimizer states behind a bucket with padding would be shifted")
+    def _sharded_param_state(
+        self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with contextlib.ExitStack() as undo:
+            for buffer in optimizer.buffers:
+                sizes = [(buffer, buffer.numel)]
+                sizes += [(bucket, bucket.grad_data.numel()) for bucket in buffer.buckets]
+                for held, numel in sizes:
+                    undo.callback(setattr, held, "numel_unpadded", held.numel_unpadded)
+                    held.numel_unpadded = numel
+            return original(optimizer, *args, **kwargs)
 
     def _require_placement(self, folder: Any) -> None:
         fix = (

@@ -37,6 +37,7 @@ from ...targets import (
     HYBRID_FORWARD,
     HYBRID_INIT,
     HYBRID_SEGMENT,
+    PARALLEL_SAVE,
     PARALLEL_STATE,
     TIED_GRADIENTS,
 )
@@ -220,6 +221,16 @@ class VPlacement(Roles, Feature):
         if found is not None:
             found[1].data.copy_(found[0].data)
 
+    @hooked(PARALLEL_SAVE, "a checkpoint with tied embeddings would not be saved")
+    def _apply_saving_parallelization(
+        self, original: Callable[..., Any], strategy: Any, state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Megatron has a tensor saved by one data-parallel rank, which here has it twice.
+        once = without_second_copies(state, set())
+        state.clear()  # the strategy itself goes on with this object
+        state.update(once)
+        return original(strategy, state, *args, **kwargs)
+
     def _require_placed(self, models: Sequence[Any]) -> None:
         chunks = [unwrapped(m) for m in models]
         require_placed(chunks, self._name)
@@ -321,6 +332,31 @@ def require_embedding_ranks(name: str) -> None:
     ranks = [] if group is None else dist.get_process_group_ranks(group)
     made = parallel_state.model_parallel_is_initialized() and len(ranks) > 1
     ONE_RANK.require(not made, schedule=name, ranks=ranks)
+
+
+def without_second_copies(state: Any, seen: set[Any]) -> Any:
+    """A sharded state without tensors that it has already: tied weights and their optimizer states.
+
+    Args:
+        state: nested dictionaries and lists.
+        seen: keys and offsets of the tensors before it.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    def first(value: Any) -> bool:
+        if not isinstance(value, ShardedTensor):
+            return True
+        place = value.key, value.global_offset
+        known = place in seen
+        seen.add(place)
+        return not known
+
+    if isinstance(state, dict):
+        kept = {name: value for name, value in state.items() if first(value)}
+        return {name: without_second_copies(value, seen) for name, value in kept.items()}
+    if isinstance(state, list):
+        return [without_second_copies(value, seen) for value in state if first(value)]
+    return state
 
 
 def reduce_tied_gradients(chunks: list[Any]) -> None:
