@@ -77,6 +77,7 @@ class TestGoesOn:
             {"do_valid": True, "eval_interval": 9},
             {"exit_interval": 3},
             {"iterations_to_skip": [10]},
+            {"iterations_to_skip": [9]},  # so Megatron names the same one before core_v0.17
             {"phase_transition_iterations": [9]},
             {"check_weight_hash_across_dp_replicas_interval": 9},
         ],

@@ -186,7 +186,8 @@ def goes_on(args: MegatronArgs) -> bool:
     (a signal, the time limit) drops it.
     """
     done = args.curr_iteration + 1
-    if done >= args.train_iters or done + 1 in (args.iterations_to_skip or ()):
+    # Before core_v0.17 Megatron numbers an iteration that it skips by those done before it.
+    if done >= args.train_iters or {done, done + 1} & {*(args.iterations_to_skip or ())}:
         return False
     if done in (args.phase_transition_iterations or ()):
         return False

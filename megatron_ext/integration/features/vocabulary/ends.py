@@ -27,7 +27,7 @@ HOOKED = Rule(
 )
 # Of a module: attributes in which PyTorch keeps the hooks of its passes, or what it knows of them.
 _BEFORE_PASSES = "_forward_pre_hooks"
-_PASSES = (_BEFORE_PASSES, "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+PASSES = (_BEFORE_PASSES, "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Modules whose hooks look at no output: ours, and Megatron's that waits for gathered weights.
 _OWN = ("megatron_ext.", "megatron.core.distributed.")
 # Arguments that the end of the model needs behind the output layer.
@@ -45,6 +45,7 @@ class SharedEmbedding(torch.nn.Module):
     Attributes:
         given: [b, s, h] each, the sum over the pipeline of what this tensor rank's rows give, for
             the next calls of ``forward``, in their order.
+        ids: [b, s], the tokens of the first of them, where they are known.
         weight: none, so Megatron finds no copies of one to be reduced.
     """
 
@@ -53,13 +54,14 @@ class SharedEmbedding(torch.nn.Module):
     def __init__(self, group: dist.ProcessGroup, scatter: bool) -> None:
         super().__init__()
         self.given: Sequence[Tensor] = ()
+        self.ids: Tensor | None = None
         self._group, self._scatter = group, scatter
 
     def forward(self, input_: Tensor) -> Tensor:
         """The embeddings of tokens [b, s]: [b, s, h], or [s/t, b, h] where they are scattered.
 
         Raises:
-            RuntimeError: nothing was given.
+            RuntimeError: nothing was given, or it is of other tokens.
         """
         from megatron.core.tensor_parallel import mappings
 
@@ -71,6 +73,13 @@ class SharedEmbedding(torch.nn.Module):
                 "forward pass outside the schedule cannot compute them"
             )
         self.given = self.given[1:]
+        ids, self.ids = self.ids, None
+        if ids is not None and not _are_equal(ids, input_):
+            raise RuntimeError(
+                f"{FLAG} embeds the token ids that the forward step gives the model, but other "
+                "ones have come to the embedding; change them in the forward step, not in the "
+                "model or in a hook, or drop it"
+            )
         whole: Tensor = given
         if self._scatter:
             rows = given.transpose(0, 1).contiguous()
@@ -183,7 +192,7 @@ def hidden_of(models: Sequence[Any]) -> HiddenStates | None:
 def with_hooks_of(whole: torch.nn.Module, part: torch.nn.Module) -> torch.nn.Module:
     """``part``, which takes the place of ``whole`` and gets the hooks of its passes."""
     for name, held in vars(whole).items():
-        if name.startswith((*_PASSES, "_is_full_backward_hook")):
+        if name.startswith((*PASSES, "_is_full_backward_hook")):
             setattr(part, name, held)  # the same mapping, so that a handle removes it here too
     return part
 
@@ -197,10 +206,10 @@ def require_no_hooks(models: Sequence[Any]) -> None:
     layer = hidden_of(models)
     if layer is None:
         return
-    for name, hook in _foreign_hooks(layer, _PASSES):
+    for name, hook in _foreign_hooks(layer, PASSES):
         _refuse("output_layer", name, hook, "logits")
     for module in nested(models[-1]):
-        for name, hook in _foreign_hooks(module, [x for x in _PASSES if x != _BEFORE_PASSES]):
+        for name, hook in _foreign_hooks(module, [x for x in PASSES if x != _BEFORE_PASSES]):
             _refuse(type(module).__name__, name, hook, "losses of a forward pass")
 
 
@@ -229,6 +238,12 @@ def losses_of(labels: Tensor, logits: Tensor) -> Tensor:
         [b, s].
     """
     return logits[..., 0].t().contiguous()
+
+
+def _are_equal(one: Tensor, two: Tensor) -> bool:
+    """The same values; the host waits for the device only where they have memory of their own."""
+    same = one.dtype == two.dtype and one.is_set_to(two)
+    return same or bool((one == two).all())
 
 
 @contextlib.contextmanager

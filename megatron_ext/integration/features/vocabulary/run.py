@@ -8,9 +8,10 @@ the losses are there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,20 +25,58 @@ from ...gradients import add, finish, mark_added
 from ...runner import MegatronRunner, with_loss_function
 from ...split_local import accumulate_fused
 from ...utils import unwrapped
-from .ends import FLAG, End, depths_of, embedding_of, hidden_of, rolled
+from .ends import FLAG, PASSES, End, depths_of, embedding_of, hidden_of, rolled
 from .model import VocabularyShard, shard_of
 
 
 @dataclass(frozen=True)
 class _Early:
-    """A forward step of the first stage that has been run on a model that keeps its arguments."""
+    """A forward step of the first stage that has been run on a model that keeps its arguments.
+
+    Attributes:
+        ids: the token ids among the arguments.
+        versions: of the arguments, when they were kept.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss_func: Callable[..., Any]
+    ids: torch.Tensor
+    versions: list[int]
 
     def __call__(self, _: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+        if _versions(self.args, self.kwargs) != self.versions:
+            raise RuntimeError(
+                f"{FLAG} draws some microbatches before their forward passes, but the model's "
+                "arguments have been written to since; the forward step must not use their memory "
+                "for the next microbatch, and nothing may change them"
+            )
         return model(*self.args, **self.kwargs), self.loss_func
+
+
+def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """How often each of the tensors has been written to."""
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+@contextlib.contextmanager
+def _kept_calls(model: Any, result: torch.Tensor) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
+    """Inside, a call of ``model`` keeps its arguments and returns ``result``. Neither a ``forward``
+    of the script's nor hooks get them: they run in F."""
+    found: list[tuple[Any, dict[str, Any]]] = []
+
+    def keep(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found.append((args, kwargs))
+        return result
+
+    own = {name: vars(model)[name] for name in ("forward", *PASSES) if name in vars(model)}
+    vars(model).update({name: {} for name in PASSES}, forward=keep)
+    try:
+        yield found
+    finally:
+        del model.forward
+        vars(model).update(own)
 
 
 class VocabularyRunner(MegatronRunner):
@@ -90,6 +129,9 @@ class VocabularyRunner(MegatronRunner):
                 if last and self._detached:
                     put(torch.zeros_like(given))  # its gradient will not come
                 given = _Given.apply(needs_grad, given, put)
+            if not last:
+                ids = self._steps[microbatch].ids
+                embedding.ids = ids[:, slice(*self.span(chunk, microbatch, ids.shape[1]))]
             calls = self._depths if last else 1
             embedding.given = [given.view(calls, -1, *given.shape[1:])[i] for i in range(calls)]
         y = super().forward(chunk, microbatch, x)
@@ -132,17 +174,8 @@ class VocabularyRunner(MegatronRunner):
         it, chunk = self._it, self.placement.chunk_of(0)
         self.before_batch(chunk, microbatch)
         model = it.models[chunk]
-        found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-        def keep(*args: Any, **kwargs: Any) -> torch.Tensor:
-            found.append((args, kwargs))
-            return torch.zeros((), device=self.num_tokens.device)
-
-        model.forward = keep
-        try:
+        with _kept_calls(model, torch.zeros((), device=self.num_tokens.device)) as found:
             _, loss_func = it.forward_step_func(it.data_iterators[chunk], model)
-        finally:
-            del model.forward
         if len(found) != 1:
             raise RuntimeError(
                 f"{FLAG} runs the forward step before the model's embeddings are there, to get the "
@@ -157,7 +190,7 @@ class VocabularyRunner(MegatronRunner):
             raise RuntimeError(f"{FLAG} needs token ids, but the model's input_ids are {ids}")
         packed = given.get("packed_seq_params")
         every = rolled(ids, self._depths, unwrapped(model), packed)
-        return _Early(args, kwargs, loss_func), every
+        return _Early(args, kwargs, loss_func, ids, _versions(args, kwargs)), every
 
     def output_gradient(self, microbatch: int, operands: Operands) -> None:
         self._add(T, microbatch, self._shard.output, operands)
