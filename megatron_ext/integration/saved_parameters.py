@@ -8,21 +8,23 @@ them, and gradients, where nobody looks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from .hooks import Hook
-from .targets import LINEAR, TE_FUNCTIONS
+from .targets import LINEAR, SAVED_TENSORS, TE_FUNCTIONS
 from .utils import untraced
 
 _KEEPS = "_megatron_ext_keeps_parameters"  # attribute of functions that see parameters
 
 
 def hooks() -> tuple[Hook, ...]:
-    """For the functions of Megatron, and of Transformer Engine where it is loaded."""
+    """For the functions of Megatron, of Transformer Engine where it is loaded, and of others."""
     why = "weight gradients would be lost where activations are offloaded"
-    return Hook(LINEAR, with_parameters, why), *transformer_engine_hooks()
+    every = Hook(LINEAR, with_parameters, why), Hook(SAVED_TENSORS, as_parameters, why)
+    return *every, *transformer_engine_hooks()
 
 
 def transformer_engine_hooks() -> tuple[Hook, ...]:
@@ -48,6 +50,19 @@ def with_parameters(original: Any) -> Any:
             return original.backward(ReadOnce(ctx), *grads)
 
     return named_as(original, WithParameters)
+
+
+def as_parameters(original: Any) -> property:
+    """What forward saved, as the backward pass of any function reads it: parameters as such.
+
+    Args:
+        original: torch's own descriptor.
+    """
+    return property(lambda ctx: _restored(original.__get__(ctx)))
+
+
+def _restored(saved: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(parameter_of(x) if isinstance(x, torch.Tensor) else x for x in saved)
 
 
 def _add_in_every_call(ctx: Any) -> None:
@@ -96,10 +111,7 @@ class ReadOnce:
         """What forward saved."""
         found = self._saved
         if found is None:
-            found = tuple(
-                parameter_of(saved) if isinstance(saved, torch.Tensor) else saved
-                for saved in self._ctx.saved_tensors
-            )
+            found = _restored(self._ctx.saved_tensors)
             object.__setattr__(self, "_saved", found)
         return found
 

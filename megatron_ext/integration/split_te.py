@@ -212,6 +212,9 @@ class SplitStore:
             if not self.context.empty():
                 name = type(self._module).__name__
                 raise RuntimeError(f"{name}.backward_dw computed no weight gradient")
+        except BaseException:
+            _restore(before)
+            raise
         finally:
             self._in_weight_pass = False
             self.context = queue.Queue()

@@ -210,6 +210,7 @@ LINEAR = Target.at(
 REDUCE_SCATTER = Target.at(
     f"{_CORE}.tensor_parallel.mappings:_ReduceScatterToSequenceParallelRegion"
 )
+SAVED_TENSORS = Target.at("torch.autograd.function:BackwardCFunction.saved_tensors")
 TE_FUNCTIONS = tuple(
     Target.at(f"transformer_engine.pytorch.module.{module}:{name}")
     for module, name in (

@@ -95,7 +95,7 @@ class View:
         """Raises RuntimeError if the tensor was written in place after it was saved."""
         tensor = self.tensor
         if tensor is not None and tensor._version != self.version:
-            raise modified_in_place(key, tensor, self.version, self.origin)
+            raise modified_in_place(key, tensor, self.version, tensor._version, self.origin)
 
 
 class Kept:
@@ -126,7 +126,8 @@ class Block:
     """
 
     __slots__ = (
-        *("__weakref__", "_whole", "base_bytes", "key", "single", "stays", "storage", "views"),
+        *("__weakref__", "_bytes", "_version", "_whole", "base_bytes", "key", "single", "stays"),
+        *("storage", "views"),
     )
 
     def __init__(self, key: Hashable, storage: torch.UntypedStorage) -> None:
@@ -136,7 +137,11 @@ class Block:
         self.views: list[View] = []
         self.single: Form | None = None
         self.stays = False
+        # Once a saved tensor is over memory that was reloaded: that memory, as saved or as bytes,
+        # and its version.
         self._whole: torch.Tensor | None = None
+        self._bytes: torch.Tensor | None = None
+        self._version: int | None = None
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -226,18 +231,30 @@ class Block:
             self.base_bytes = self.range_bytes()[0] - at
 
     def view(self, number: int) -> torch.Tensor:
-        """The saved tensor over the memory where it is now."""
+        """The saved tensor over the memory where it is now.
+
+        Raises:
+            RuntimeError: it was written in place after it was saved, or after it was reloaded, by
+                the backward pass of a function that saved it too.
+        """
         saved = self.views[number]
         if saved.tensor is not None:
             saved.check(self.key)
             return saved.tensor
-        if self._whole is not None:
-            return self._whole
-        assert self.storage is not None
-        form = saved.form
-        offset = (form.offset_bytes - self.base_bytes) // form.dtype.itemsize
-        empty = torch.empty(0, dtype=form.dtype, device=self.storage.device)
-        return empty.set_(self.storage, offset, form.shape, form.stride)
+        form, whole = saved.form, self._whole
+        if whole is None and self._bytes is None:
+            self._bytes = self.memory
+        memory = whole if whole is not None else self._bytes
+        assert memory is not None
+        if self._version is None:
+            self._version = memory._version
+        elif memory._version != self._version:
+            raise modified_in_place(self.key, form, self._version, memory._version, saved.origin)
+        if whole is not None:
+            return whole
+        # A view of one tensor, so that all have its version.
+        start, end = (at - self.base_bytes for at in (form.offset_bytes, form.end_bytes))
+        return memory[start:end].view(form.dtype).as_strided(form.shape, form.stride)
 
 
 def release_storage(tensor: torch.Tensor) -> None:
@@ -255,12 +272,12 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def modified_in_place(
-    key: Hashable | None, tensor: torch.Tensor, version: int, origin: str
+    key: Hashable | None, saved: torch.Tensor | Form, version: int, now: int, origin: str
 ) -> RuntimeError:
-    """The error for a saved tensor that was written in place afterwards."""
+    """The error for a ``saved`` tensor that was written in place afterwards."""
     where = "" if key is None else f" in activation set {key}"
     return RuntimeError(
         f"a tensor saved for backward{where} was modified in place afterwards: shape "
-        f"{tuple(tensor.shape)}, {tensor.dtype}, {origin}, version {version} when saved and "
-        f"{tensor._version} now; its gradient would be wrong; clone it before that operation"
+        f"{tuple(saved.shape)}, {saved.dtype}, {origin}, version {version} when saved and "
+        f"{now} now; its gradient would be wrong; clone it before that operation"
     )

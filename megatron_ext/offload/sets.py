@@ -136,7 +136,9 @@ class ActivationSet:
         if isinstance(handle, Kept):
             tensor = handle.tensor
             if handle.version is not None and tensor._version != handle.version:
-                raise modified_in_place(None, tensor, handle.version, handle.origin)
+                raise modified_in_place(
+                    None, tensor, handle.version, tensor._version, handle.origin
+                )
             return tensor
         block, number = handle
         if self.state in (State.RELOADING, State.RELOADED) and not self.stays:

@@ -2,8 +2,8 @@
 
 Every rank times from a zero of its own. ``Recorder.zero_unix_us`` says where that zero lies on the
 machine's wall clock, so ``zero_unix_us + start_us`` puts the ranks of one node on one clock. Ranks
-of different nodes are off by what their clocks differ: often a millisecond under NTP, as much as a
-pass takes. Nothing here corrects that.
+of different nodes are off by what their clocks differ, of which ``seconds_ahead`` is taken off:
+what is left is often a millisecond under NTP, as much as a pass takes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Recorder:
     Attributes:
         peak_sets: most activation sets held at once since ``reset``; slices count as their shares.
         machine: what the passes run on, for people.
+        seconds_ahead: how much the machine's wall clock is ahead of the one that counts.
     """
+
+    seconds_ahead = 0.0
 
     def __init__(self, timed: bool, device: torch.device) -> None:
         self._timed = timed
@@ -120,17 +123,21 @@ class Recorder:
 
     @property
     def zero_unix_us(self) -> float | None:
-        """Wall clock (microseconds since 1970) at the zero of ``events``; None if not timed.
+        """Wall clock (microseconds since 1970), less ``seconds_ahead``, at the zero of ``events``;
+        None if not timed.
 
         On CUDA that is the moment the device reached ``reset``, and asking waits for the device.
         """
+        if not self._timed:
+            return None
         if not self._cuda:
-            return round(self._zero_unix * 1e6, 1) if self._timed else None
+            return round((self._zero_unix - self.seconds_ahead) * 1e6, 1)
         # Events carry no wall clock: stamp a new one when it has happened, and go back from there.
         moment = self._now()
         moment.synchronize()
         since_zero_ms: float = self._zero.elapsed_time(moment)
-        return round(time.time() * 1e6 - since_zero_ms * 1e3, 1)
+        now = time.time() - self.seconds_ahead
+        return round(now * 1e6 - since_zero_ms * 1e3, 1)
 
     @property
     def waited_us(self) -> float:

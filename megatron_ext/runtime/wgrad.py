@@ -288,29 +288,7 @@ class WeightGradStore:
         except KeyError:
             raise RuntimeError(f"no postponed weight gradients for {key}") from None
         del self._parameters[key]
-        left = Counter(id(p) for work in queue for p in work.parameters)
-        # Of several uses a pass the gradients are summed before that is added to what there was.
-        before: dict[int, Any] = {}
-        # Each task holds its layer's input and output gradient; drop it as soon as it has run.
-        queue.reverse()
-        _gather_for(queue)
-        while queue:
-            task, rows, parameters, done, after, *_ = queue.pop()
-            _gather_for(queue)
-            for parameter in parameters:
-                if left[id(parameter)] > 1 and id(parameter) not in before:
-                    before[id(parameter)], parameter.grad = parameter.grad, None
-            if task is not None:
-                task(*_joined(rows))
-            del task, rows
-            if after is not None:
-                after()
-            for parameter in parameters:
-                left[id(parameter)] -= 1
-                if not left[id(parameter)]:
-                    _add_to(before.pop(id(parameter), None), parameter)
-                if finish and done is not None and not left[id(parameter)]:
-                    done(parameter)
+        _do(queue, finish)
 
     def join(self, keys: Sequence[Hashable]) -> None:
         """Let ``run`` of the first of ``keys``, of B passes, do the work of all: ``_of_all``."""
@@ -330,6 +308,39 @@ class WeightGradStore:
         if WeightGradStore.running is self:
             WeightGradStore.running = None
         self._held, self._placeholders, self._at_end = set(), set(), []
+
+
+def _do(queue: list[_Work], finish: bool) -> None:
+    """Do the work of one W pass, see ``WeightGradStore.run``."""
+    left = Counter(id(p) for work in queue for p in work.parameters)
+    # Of several uses a pass the gradients are summed before that is added to what there was.
+    before: dict[int, tuple[Any, Any]] = {}  # with the parameter
+    # Each task holds its layer's input and output gradient; drop it as soon as it has run.
+    queue.reverse()
+    _gather_for(queue)
+    try:
+        while queue:
+            task, rows, parameters, done, after, *_ = queue.pop()
+            _gather_for(queue)
+            for parameter in parameters:
+                if left[id(parameter)] > 1 and id(parameter) not in before:
+                    before[id(parameter)] = parameter, parameter.grad
+                    parameter.grad = None
+            if task is not None:
+                task(*_joined(rows))
+            del task, rows
+            if after is not None:
+                after()
+            for parameter in parameters:
+                left[id(parameter)] -= 1
+                if not left[id(parameter)] and id(parameter) in before:
+                    _add_to(before.pop(id(parameter))[1], parameter)
+                if finish and done is not None and not left[id(parameter)]:
+                    done(parameter)
+    finally:
+        # After an exception: what there was may be a trainer's own, who tries again.
+        for parameter, grad in before.values():
+            parameter.grad = grad
 
 
 def _gather_for(queue: Sequence[_Work]) -> None:

@@ -108,6 +108,42 @@ def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.read() is None
 
 
+@pytest.mark.parametrize(("ahead", "bubble"), [(-3600.0, 0.25), (7.0, 0.25), (0.01, 0.2683)])
+def test_the_bubble_of_nodes_whose_clocks_differ(
+    monkeypatch: pytest.MonkeyPatch, ahead: float, bubble: float
+) -> None:
+    """Two ranks a node, who compute 300 of 400 ms; they leave a collective up to 8 ms apart. What
+    is less than a collective can show stays as it is."""
+    import torch
+
+    from megatron_ext.integration.features.telemetry import Telemetry, clocks, measured
+    from megatron_ext.runtime.trace import Recorder
+
+    hosts, clock = "aabb", (0.0, 0.0, ahead, ahead)
+    late = (0, 2, 8, 1, 0), (3, 0, 0, 0, 0), (0, 1, 0, 8, 0), (5, 5, 5, 0, 0)
+    times = [[at / 1e3 + shift for at in row] for row, shift in zip(late, clock)]
+    group = type("Group", (), {})()
+    call = SimpleNamespace(group=group, device=torch.device("cpu"))
+    args = SimpleNamespace(pp_trace=None)
+    extents = []
+    for host, shift, mine in zip(hosts, clock, times):
+        answers = iter([list(hosts), *[[]] * 5, list(zip(hosts, times))])
+        monkeypatch.setattr(clocks, "gather", lambda *_, every=answers: next(every))
+        monkeypatch.setattr(clocks, "time", SimpleNamespace(time=iter(mine).__next__))
+        monkeypatch.setattr(clocks, "socket", SimpleNamespace(gethostname=lambda name=host: name))
+        line: Any = Telemetry()
+        line.start(SimpleNamespace(request=object(), training=True, args=args))
+        recorder = Recorder(True, torch.device("cpu"))
+        recorder._zero, recorder._zero_unix = 100.0, 1000.0 + shift
+        recorder._spans = [("F0.0", 100.0, 100.2), ("B0.0", 100.3, 100.4)]
+        step = SimpleNamespace(call=call, training=True, loads=None, recorder=recorder, plan=None)
+        for _ in range(2):  # The second one measures nothing.
+            line.begin(step)
+            line.end(step)
+        extents.append(recorder.extent())
+    assert measured._bubble(extents) == pytest.approx(bubble, abs=1e-4)
+
+
 def test_only_the_last_iterations_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no iteration's times are asked for, which would wait for the device, before the line."""
     from megatron_ext.integration.features.telemetry import measured

@@ -365,12 +365,14 @@ def test_an_arena_of_the_planned_size_is_just_enough() -> None:
             arena.close()
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
+@pytest.mark.parametrize("kind", ["wrapped", "the user's", "not hooked"])
+def test_parameters_keep_their_identity_in_backward(kind: str) -> None:
     """Without the hook a function that marks its weight marks something else."""
     import torch
 
-    from megatron_ext.integration.saved_parameters import with_parameters
+    from megatron_ext.integration import saved_parameters
+    from megatron_ext.integration.hooks import Hooks
+    from megatron_ext.integration.targets import SAVED_TENSORS
     from megatron_ext.offload.arena import HostArena
     from megatron_ext.offload.device import CpuDevice
     from megatron_ext.offload.engine import Engine
@@ -394,7 +396,7 @@ def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
     store = ActivationStore(
         Engine(device, HostArena(device.torch_device, 4096)), lambda: [weight], min_bytes=1
     )
-    function = with_parameters(Linear) if wrapped else Linear
+    function = saved_parameters.with_parameters(Linear) if kind == "wrapped" else Linear
     x = torch.randn(2, 4, requires_grad=True)
     with store.saving("set"):
         y = function.apply(x, weight)
@@ -402,8 +404,16 @@ def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
     store.release("set")
     store.prepare("set")
     store.reload("set")
-    y.sum().backward()
-    assert hasattr(weight, "grad_added_to_main_grad") is wrapped
+    hooks, place = Hooks("any"), SAVED_TENSORS.places
+    if kind == "the user's":
+        hooks.apply([hook for hook in saved_parameters.hooks() if hook.target.places == place])
+        assert len(hooks.bindings) == 1
+    try:
+        y.sum().backward()
+    finally:
+        hooks.revert()
+    assert SAVED_TENSORS.found is torch._C._FunctionBase.saved_tensors
+    assert hasattr(weight, "grad_added_to_main_grad") is (kind != "not hooked")
     assert torch.equal(weight.grad, torch.ones(2, 3).t() @ x)
     store.finish("set")
     device.close()

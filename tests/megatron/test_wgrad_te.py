@@ -258,6 +258,24 @@ def test_a_failed_backward_leaves_gradients_as_they_were(te: Any) -> None:
     assert module.weight0.grad is None and len(store) == 0
 
 
+def test_a_failed_w_leaves_gradients_as_they_were(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may lie in a buffer of the trainer's, who tries again."""
+    import torch
+
+    from megatron_ext.integration import split_te as wgrad_te
+    from megatron_ext.runtime.wgrad import WeightGradStore
+
+    module, store = te.GroupedLinear(2, 8, 5), WeightGradStore()
+    wgrad_te.attach(module, store)
+    grad = module.weight0.grad = torch.ones_like(module.weight0)
+    with store.collect(0):
+        module(_input(0, 6, 8), [3, 3]).sum().backward()
+    monkeypatch.setattr(module.wgrad_store, "_backward_dw", lambda module: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        store.run(0)
+    assert module.weight0.grad is grad
+
+
 def test_what_cannot_split_is_left_alone(te: Any) -> None:
     import torch
 

@@ -289,6 +289,36 @@ def test_in_place_after_save_raises(make_engine, when):
     assert store.engine.arena.used_bytes == 0
 
 
+class WritesIntoSaved(torch.autograd.Function):
+    """The last that needs what it saved may do that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return x.mul_(grad)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("away", [False, True])
+def test_a_backward_pass_writes_what_another_one_reads(make_engine, rows, away):
+    """A storage that is copied as it is saved, and one of which several parts are."""
+    store = make_store(make_engine)
+    x = tensor(ROWS, HIDDEN)
+    with store.saving(KEY):
+        h = torch.sigmoid(x)
+        y = WritesIntoSaved.apply(h[rows:]).sum()
+    if away:
+        trip(store)
+    with pytest.raises(RuntimeError, match=r"in activation set \(0, 0\) was modified in place"):
+        y.backward()
+    store.clear()
+
+
 def test_writes_after_release_do_no_harm(make_engine):
     store = make_store(make_engine)
     x = tensor(ROWS, HIDDEN)

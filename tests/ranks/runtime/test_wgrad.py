@@ -152,6 +152,22 @@ def test_a_failing_task_leaves_nothing_behind(store):
     assert reference() is None
 
 
+def test_a_failing_task_leaves_a_trainers_gradient(store):
+    """It may lie in a buffer of the trainer's, who tries again."""
+    weight, buffer = Weight(), object()
+    weight.grad = buffer
+
+    def fail():
+        raise ZeroDivisionError
+
+    with store.collect("k"):
+        store.put(weight, lambda: setattr(weight, "grad", object()))
+        store.put(weight, fail)
+    with pytest.raises(ZeroDivisionError):
+        store.run("k")
+    assert weight.grad is buffer
+
+
 def test_done_is_called_once_after_the_last_task_of_a_parameter(store):
     log, shared, own = [], Weight(), Weight()
     names = {id(shared): "shared", id(own): "own"}

@@ -121,14 +121,17 @@ class Telemetry(Feature):
 
     def begin(self, step: Step) -> None:
         self._planned += step.loads is not None and bool(step.loads.units)
+        if self.times(step.training):
+            self._meter.compare_clocks(step.call.group)
 
     def end(self, step: Step) -> None:
+        group = step.call.group
+        self._meter.correct(step.recorder, group)
         if step.training and self._run.training:
-            self._meter.add(step.recorder, step.call.group)
+            self._meter.add(step.recorder, group)
             self._ran = step.plan
         if self._traces is not None:
             self._traces.take(step)
-        group = step.call.group
         steps = self._steps[group] = self._steps.get(group, 0) + step.training
         second = step.training and steps == measured.STEP
         if second and step.call.device.type == "cuda":

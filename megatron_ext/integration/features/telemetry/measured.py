@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from ....schedule.schedule import Schedule
 from ...callbacks import Step
 from ...feature import Run
 from ...utils import gather
+from .clocks import seconds_ahead
 
 # Iterations whose times are kept for the next line: enough for a mean, few enough to hold.
 _KEPT = 8
@@ -32,6 +34,17 @@ class Meter:
         self._recent: deque[Recorder] = deque(maxlen=_KEPT)
         self._peak: float = 0
         self._group: Any = None
+        # By pipeline, of those with timed steps.
+        self._ahead: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+
+    def compare_clocks(self, group: Any) -> None:
+        """Once; all ranks of the pipeline call this together."""
+        if group not in self._ahead:
+            self._ahead[group] = seconds_ahead(group)
+
+    def correct(self, recorder: Recorder, group: Any) -> None:
+        """Let an iteration's times be those of the pipeline's first rank's clock."""
+        recorder.seconds_ahead = self._ahead.get(group, 0.0)
 
     def add(self, recorder: Recorder, group: Any) -> None:
         """Take a training iteration, which the device may still be busy with.
