@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from .integration import Report
 
-__version__ = "0.2.1"
+__version__ = "0.2.2"
 __all__ = ["apply", "disable", "enable", "forward_backward_func", "revert"]
 
 
