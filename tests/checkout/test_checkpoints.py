@@ -206,6 +206,12 @@ def test_optimizer_in_shards(few_layers: Runs) -> None:
     assert found == wanted
     mine, theirs = few_layers.checkpoints("dp-v"), few_layers.checkpoints("dp-stock")
     assert_equal(saved(mine, 4), saved(theirs, 4))
+    # Stock's own state of such buckets is that of other weights.
+    few_layers.good("dp-buckets", 1, *flags, *RESHARDABLE, *buckets, world=2)
+    load = ["--load", str(few_layers.checkpoints("dp-buckets"))]
+    sentence = few_layers.refused("dp-other", 2, *flags, *vee, *load, world=4)
+    assert "has one of other weights in" in sentence
+    few_layers.good("dp-fresh", 2, *flags, *vee, *load, "--no-load-optim", world=4)
 
 
 def random_states(folder: Path) -> dict[str, Any]:

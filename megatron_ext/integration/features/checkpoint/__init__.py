@@ -19,11 +19,12 @@ from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Feature, Run
-from ...hooks import hooked
+from ...hooks import bound, hooked
 from ...rules import Rule
 from ...targets import LOAD, LOAD_BASE, RESHARDABLE_STATE, SAVE
-from ...utils import chunks_of, gather, unwrapped
+from ...utils import chunks_of, device_of, gather, unwrapped
 from . import integrity
+from .optimizer import count_others
 from .parameters import differing_flags, named, shapes, shapes_of, shapes_on_disk
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,12 @@ COVERED = Rule(
     "the model needs all of its parameters in Megatron's sharded state",
     "that leaves out {count} ({names}), so {folder} cannot fill them",
     "please report this model",
+)
+SAME_WEIGHTS = Rule(
+    "training needs an optimizer state of its own weights",
+    "{folder} has one of other weights in {others} of {known} shards, as Megatron before 0.20 "
+    "saves with --dist-ckpt-optim-fully-reshardable and padding between buckets",
+    "add --no-load-optim to start with a fresh optimizer",
 )
 _AS_SAVED = "give the model's flags as they were when it was saved"
 
@@ -106,7 +113,10 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
 class Checkpoint(Feature):
     """On for every schedule inside Megatron's training loop."""
 
-    rules = (BY_RANK, SAME_LAYOUT, OWN_PARAMETERS, OTHER_PARAMETERS, SAME_SHAPES, COVERED)
+    rules = (
+        *(BY_RANK, SAME_LAYOUT, OWN_PARAMETERS, OTHER_PARAMETERS, SAME_SHAPES, COVERED),
+        SAME_WEIGHTS,
+    )
 
     def check(self, run: Run) -> None:
         if run.request is not None and not run.library:
@@ -126,12 +136,20 @@ class Checkpoint(Feature):
     def _load_checkpoint(
         self, original: Callable[..., Any], ddp_model: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        from megatron.training import get_args
+
         self._chunks, self._found = [unwrapped(m) for m in chunks_of(ddp_model)], None
         try:
-            return original(ddp_model, *args, **kwargs)
+            result = original(ddp_model, *args, **kwargs)
         finally:
             self._chunks = self._found = None
             self._metadata = {}
+        given = bound(original, ddp_model, *args, **kwargs).arguments
+        folder = getattr(get_args(), given.get("load_arg", "load"), None)
+        if folder is not None and given["optimizer"] is not None:
+            others, known = count_others(given["optimizer"], device_of(chunks_of(ddp_model)))
+            SAME_WEIGHTS.require(not others, folder=folder, others=others, known=known)
+        return result
 
     @hooked(LOAD_BASE, "an optimizer state of another layout would end in a shape exception")
     def _load_base_checkpoint(
