@@ -63,7 +63,8 @@ class Trainer:
         chunks = 2 if GENERATORS[name].any_chunks else GENERATORS[name].default_chunks
         flags = f"{MODEL} --pipeline-model-parallel-size {pp} --pp-schedule {name}"
         flags += f" --num-layers {2 * pp} --global-batch-size {microbatches}"
-        flags += f" --train-iters {args.iterations}"
+        # Not the model's FLOPs: every stage takes as long.
+        flags += f" --train-iters {args.iterations} --pp-cost {args.passes}"
         if GENERATORS[name].any_chunks:
             flags += f" --num-virtual-stages-per-pipeline-rank {chunks}"
         if ahead:
