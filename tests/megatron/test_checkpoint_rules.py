@@ -154,3 +154,27 @@ def test_buckets_have_no_padding_to_leave_out_while_a_state_is_made() -> None:
     made = vee()._sharded_param_state(state, optimizer, "model", is_loading=True)
     assert made == ("model", True, 128, 128)
     assert (buffer.numel_unpadded, bucket.numel_unpadded) == (64, 64)
+
+
+def test_main_weights_of_other_weights() -> None:
+    import torch
+
+    from megatron_ext.integration.features.checkpoint.optimizer import is_of_other, main_weights
+
+    main = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    small = torch.full((64,), 1e-9)  # zeros in fp16, as new biases are after a first step
+    for kind in (torch.bfloat16, torch.float16):
+        assert not is_of_other(main.to(kind), main)
+        assert is_of_other(main.to(kind), main.roll(8))
+        assert is_of_other(main.to(kind), torch.zeros(64))
+        assert is_of_other(torch.zeros(64, dtype=kind), main)
+        assert not is_of_other(small.to(kind), small)
+    # A state that bf16 has rounded, beside weights in fp16; and one that diverged.
+    assert not is_of_other(small.bfloat16().to(torch.float16), small)
+    assert not is_of_other((main / 0).bfloat16(), main / 0)
+    weights = [main.bfloat16(), None, main.bfloat16()]
+    inner = SimpleNamespace(
+        shard_float16_groups=[weights], shard_fp32_from_float16_groups=[[main, main, None]]
+    )
+    outer = SimpleNamespace(chained_optimizers=[inner, SimpleNamespace()])
+    assert [pair[1] is main for pair in main_weights(outer)] == [True]

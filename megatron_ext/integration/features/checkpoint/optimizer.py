@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,16 @@ def main_weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
                     yield weight, main
 
 
+def is_of_other(weight: torch.Tensor, main: torch.Tensor) -> torch.Tensor:
+    """Whether fp32 main weights are not those of 16-bit ones, but for their rounding; a scalar."""
+    own, rounded = weight.float().view(-1), main.to(weight.dtype).float().view(-1)
+    # Not what another 16-bit type has rounded to zero.
+    least = torch.finfo(weight.dtype).smallest_normal * math.sqrt(weight.numel())
+    # A norm that is not finite compares as false: nan may be what has been trained.
+    other: torch.Tensor = (rounded - own).norm() > _OTHER * own.norm() + least
+    return other
+
+
 def count_others(optimizer: Any, device: torch.device) -> tuple[int, int]:
     """Of all ranks: shards whose main weights are those of other weights, and all that are known.
 
@@ -35,9 +46,7 @@ def count_others(optimizer: Any, device: torch.device) -> tuple[int, int]:
     found = torch.zeros(2, dtype=torch.int64, device=device)
     with torch.no_grad():
         for weight, main in main_weights(optimizer):
-            own = weight.float().view(-1)
-            # A norm that is not finite compares as false: nan may be what has been trained.
-            found[0] += (main.view(-1) - own).norm() > _OTHER * own.norm()
+            found[0] += is_of_other(weight, main)
             found[1] += 1
     dist.all_reduce(found)
     others, known = found.tolist()
