@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -126,8 +125,13 @@ def pci_bus_id(device: torch.device) -> str | None:
     """The PCI address of a CUDA device as sysfs writes it; None for others."""
     if device.type != "cuda":
         return None
-    found: Any = torch.cuda.get_device_properties(device)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    properties = torch.cuda.get_device_properties(device)
+    # torch before 2.8 does not say; a wrong guess would be worse than none.
+    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in parts:
+        return None
+    domain, bus, slot = parts
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def _local_cpus(pci_bus_id: str, root: Path) -> frozenset[int]:

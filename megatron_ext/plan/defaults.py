@@ -100,10 +100,11 @@ def _positive(given: dict[str, Any]) -> None:
 
 
 def _known(given: dict[str, Any]) -> None:
-    if not 0 <= given.get("activation_offload_fraction", 1) <= 1:
-        raise PlanError("--activation-offload-fraction must be between 0 and 1")
-    if given.get("output_logit_dtype") not in (None, "bf16", "fp32"):
-        raise PlanError("--output-logit-dtype must be one of bf16, fp32")
+    share, dtype = given.get("activation_offload_fraction", 1), given.get("output_logit_dtype")
+    if not 0 <= share <= 1:
+        raise PlanError(f"--activation-offload-fraction must be between 0 and 1, got {share}")
+    if dtype not in (None, "bf16", "fp32"):
+        raise PlanError(f"--output-logit-dtype must be one of bf16, fp32, got {dtype}")
 
 
 def _flash(given: dict[str, Any]) -> bool:

@@ -97,7 +97,10 @@ def close(group: dist.ProcessGroup | None = None, abort: bool = False) -> None:
 
 def end(backend: Any, abort: bool) -> None:
     """Shut down one communicator."""
-    (backend.abort if abort else backend.shutdown)()
+    names = ("abort", "shutdown") if abort else ("shutdown",)
+    call = next((c for name in names if (c := getattr(backend, name, None)) is not None), None)
+    if call is not None:
+        call()
 
 
 def store_of(group: dist.ProcessGroup, name: str) -> dist.Store:
