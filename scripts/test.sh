@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # Checks everything, on a bare machine too: style, types, tests.
 #
-#   scripts/test.sh                        style, types and the tests that reach code of their own
-#   scripts/test.sh --ci                   more sizes, schedules and combinations, before a merge
+#   scripts/test.sh                        style, types and all default tests
 #   scripts/test.sh --all                  the slow tiers too: other Megatron versions, campaigns
-#   scripts/test.sh --processor-budget=N   at fault if the tests take more than N s; with --ci, too
+#   scripts/test.sh --processor-budget=N   at fault if the tests take more than N s
 #   scripts/test.sh tests/ranks -k launch  other arguments go to pytest
 #
 # The first run makes a virtual environment beside the repository (see scripts/lib.sh) and fetches
@@ -50,12 +49,11 @@ check ruff check .
 check ruff format --check .
 check mypy
 check codespell
-check "$PY" -m scripts.check_style
 check shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
 
 # All of it in several processes: most tests wait for ranks or for imports. A file stays in one
 # process, so what its tests share is made once; the slowest tiers come first.
-if [[ "$*" == --all || "$*" =~ ^(--ci ?)?(--processor-budget=[0-9]+)?$ ]]; then
+if [[ "$*" == --all || "$*" =~ ^(--processor-budget=[0-9]+)?$ ]]; then
     workers=$(($(getconf _NPROCESSORS_ONLN) + 2))
     set -- "$@" --workers $((workers < 6 ? workers : 6)) --durations=25
 fi

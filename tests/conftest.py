@@ -3,7 +3,6 @@
 A test's tier is the folder of its file, or a marker of its own where one test has cheap and costly
 parameters (``matrix``: other Megatron versions and full grids). A plain run has all tiers but
 ``matrix`` and ``campaign``; ``--all``, ``-m TIER``, or a path in ``tests/campaigns`` select those.
-A run without paths, ``-k``, ``--ci`` or ``--all`` leaves out the tests of ``tests/ci_only.txt``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule.generators.request import EFFORT
-from tests.support import ROOT, orders, short, workers
+from tests.support import ROOT, orders, workers
 from tests.support.checkouts import (
     MAIN_TAG,
     Serve,
@@ -90,9 +89,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--all``, ``--ci``, ``--workers`` and ``--processor-budget``."""
+    """``--all``, ``--workers`` and ``--processor-budget``."""
     parser.addoption("--all", action="store_true", help="all tiers, matrix and campaigns too")
-    parser.addoption("--ci", action="store_true", help="those of tests/ci_only.txt too")
     parser.addoption("--workers", type=int, default=0, help="processes that run the tests")
     parser.addoption(
         "--processor-budget",
@@ -121,12 +119,6 @@ def _selected(config: pytest.Config, tier: str) -> bool:
     """Whether this run has ``tier``, if it is none of the default ones: --all, or -m names it."""
     words = re.findall(r"\w+", config.getoption("-m") or "")
     return tier not in NOT_BY_DEFAULT or config.getoption("--all") or tier in words
-
-
-def _short(config: pytest.Config) -> bool:
-    """Whether the tests of ``tests/ci_only.txt`` are not in this run."""
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return everything and not any(map(config.getoption, ("--ci", "--all", "-k")))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -164,11 +156,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             dropped.append(item)
         else:
             kept.append(item)
-    if _short(config):
-        kept, for_ci = short.split(kept)
-        dropped += for_ci
-        if for_ci:
-            _left_out["those of tests/ci_only.txt; ./scripts/test.sh --ci"] += len(for_ci)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = sorted(kept, key=lambda item: TIERS.index(tiers[item]))

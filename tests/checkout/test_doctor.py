@@ -1,4 +1,4 @@
-"""``doctor`` on a whole and on a broken checkout: golden outputs."""
+"""``doctor`` on a whole and on a broken checkout: status and findings."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkouts import MAIN_TAG, existing
-from tests.support.doctor import compare, errors, normal, run, without_gpu
+from tests.support.doctor import errors, run, without_gpu
 
-GOLDEN = Path(__file__).parent / "golden"
 pytestmark = without_gpu
 
 
 def test_with_a_checkout() -> None:
     checkout = existing(MAIN_TAG)
     done = run("--megatron", str(checkout))
-    compare(GOLDEN / "doctor-checkout.txt", normal(done.stdout, checkout))
     assert (done.returncode, errors(done)) == (0, [])
 
 
@@ -42,5 +40,6 @@ def test_with_a_broken_checkout(tmp_path: Path) -> None:
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
     done = run("--megatron", str(broken))
-    compare(GOLDEN / "doctor-broken-checkout.txt", normal(done.stdout, broken))
     assert done.returncode == 1
+    for name in ("arguments.py", "forward_backward_pipelining_without_interleaving"):
+        assert name in done.stdout

@@ -220,7 +220,6 @@ def test_losses_are_stocks(
 
     By default stock runs without a pipeline, which has the same losses.
     """
-    newest = request.node.callspec.params["server"] == MAIN_TAG
     [row] = [row for row in FEATURES + ARCHITECTURES if row.name == feature]
     if request.node.get_closest_marker("matrix") is None:
         row = replace(row, alone=True)
@@ -232,43 +231,6 @@ def test_losses_are_stocks(
         ours, stocks = (len(re.findall(r" iteration +\d+/", log)) for log in logs)
         assert len(LOGGED.findall(logs[0])) == ours == stocks > 0
         assert "pipeline bubble" not in logs[1]
-        if newest:
-            file = tmp_path / cell.schedule / "losses.jsonl"
-            losses = [json.loads(line)["losses"] for line in file.read_text().splitlines()]
-            compare_with_record(f"{feature} | {cell.schedule}", losses)
-
-
-# Losses of the newest version to the last bit. Another machine's kernels may add in another order;
-# there nothing is compared. UPDATE_GOLDEN=1 adds the rows that run.
-RECORD = Path(__file__).parent / "golden" / "losses.json"
-
-
-def machine() -> str:
-    """What the last bits depend on."""
-    import torch
-
-    about = Path("/proc/cpuinfo")
-    text = about.read_text() if about.is_file() else ""
-    cpu = re.findall(r"^(?:model|model name|stepping)\s*: (.*)", text, re.M)[:3]
-    cpu = [*(cpu or [platform.platform()]), torch.backends.cpu.get_cpu_capability()]
-    return f"{MAIN_TAG}, torch {torch.__version__}, {', '.join(cpu)}"
-
-
-def compare_with_record(name: str, losses: list[dict[str, Any]]) -> None:
-    """Losses of every iteration with those of the record, where it has this run and machine."""
-    record = json.loads(RECORD.read_text())
-    if os.environ.get("UPDATE_GOLDEN"):
-        if record["machine"] != machine():
-            record = {"machine": machine(), "runs": {}}
-        record["runs"][name] = losses
-        runs = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(record["runs"].items())]
-        text = json.dumps({"machine": record["machine"], "runs": {}})
-        RECORD.write_text(text[:-2] + "\n" + ",\n".join(runs) + "\n}}\n")
-    elif record["machine"] == machine():
-        assert record["runs"].get(name, losses) == losses, name
-    else:
-        text = f"{RECORD.name} is of another machine: its losses are not compared"
-        warnings.warn(text, stacklevel=2)
 
 
 LOGGED = re.compile(

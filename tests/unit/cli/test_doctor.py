@@ -16,16 +16,11 @@ from megatron_ext.commands import doctor
 from megatron_ext.commands.doctor import findings, machine
 from megatron_ext.offload.host_memory import stated_host_bytes
 from tests.support import ROOT
-from tests.support.doctor import compare, errors, normal, run, without_gpu
+from tests.support.doctor import errors, run, without_gpu
 
-GOLDEN = Path(__file__).parent / "golden"
-
-
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="the golden output is of Python 3.12")
 @without_gpu
 def test_without_torch_and_megatron() -> None:
     done = run(bare=True)
-    compare(GOLDEN / "doctor-bare.txt", normal(done.stdout))
     assert (done.returncode, errors(done)) == (1, [])
 
 
