@@ -38,6 +38,6 @@ docs:
 		$(addprefix '!megatron_ext.,$(addsuffix ',$(INTERNAL)))
 
 
-# The pages that code writes: docs/reference/flags.md, refused.md, cli.md, api.md. Needs torch.
+# The page that code writes: docs/reference/flags.md. Needs torch.
 reference:
 	python -m scripts.reference_pages

@@ -1,26 +1,17 @@
-"""Writes the reference pages that code knows best: flags, refusals, command line, Python interface.
+"""Writes the reference page of flags, which code knows best: ``python -m scripts.reference_pages``.
 
-    python -m scripts.reference_pages             # all of them; needs torch, for flags and refusals
-    python -m scripts.reference_pages cli api     # these two need a bare Python
-
-Tests compare the pages with what this makes.
+It needs torch. A test compares the page with what this makes.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib
-import inspect
-import pkgutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_ext._conflict import Conflict
-    from megatron_ext.commands.parser import Parser
+    pass
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -38,14 +29,6 @@ FEATURES = {
     "VocabularyParallel": ("A sharded vocabulary", "../guides/vocabulary.md"),
     "MoE": ("MoE layers in chunks", "../guides/moe.md"),
     "Telemetry": ("Traces", "../guides/tracing.md"),
-}
-# Those that refuse options of Megatron and do not declare a flag with a heading of its own.
-REFUSING = FEATURES | {
-    "CudaGraphs": ("CUDA graphs", "features.md#cuda-graphs"),
-    "Overlap": ("Passes in pairs", "../guides/overlap.md"),
-    "SplitBackward": ("Weight gradients later", "../concepts/numerics.md"),
-    "Checkpoint": ("Checkpoints", "../guides/checkpoints.md"),
-    "VPlacement": ("V placement", "../concepts/schedules.md"),
 }
 ENVIRONMENT = {
     "MEGATRON_EXT_VERBOSE": "1: the log names every function that is replaced, and all details",
@@ -65,17 +48,6 @@ ENVIRONMENT = {
     "MEGATRON_LM": "the checkout that the launcher's word `pretrain_gpt` and `doctor` use",
 }
 INTERNAL = {"MEGATRON_EXT_STARTED", "MEGATRON_EXT_"}
-
-# Public objects that are not classes or functions, so have no docstring of their own.
-CONSTANTS = {
-    "AUTO": "The name `auto`, for `select`.",
-    "FILE_FORMAT": "The format's name in schedule files.",
-    "GENERATORS": "Every schedule by name, with what its generator takes.",
-    "NAMES": "The names of all schedules.",
-    "AnyAction": "An `Action` or a `Joint`.",
-}
-# Packages of which modules are public rather than names of the package.
-MODULES = ("megatron_ext.offload", "megatron_ext.moe")
 
 
 def cell(text: str) -> str:
@@ -108,34 +80,6 @@ def options(
         yield f"`{names} {value}`".replace(" `", "`").replace("` ", "`"), text
 
 
-def cli() -> str:
-    """The page of all commands."""
-    lines = ["# The command line", "", WRITTEN, ""]
-    lines += [
-        "`megatron-ext COMMAND`, or `python3 -m megatron_ext COMMAND`. All commands run on a bare "
-        "Python 3.10; `prove` needs torch and Megatron.",
-        "",
-        "Exit status: 0; 1 for a negative answer, such as `patch status` on an unpatched checkout "
-        "or `check` of a schedule that cannot run; 2, with one sentence on stderr, where the input "
-        "cannot be used or the answer not be written; 130 after Ctrl-C.",
-        "",
-    ]
-    subparsers = commands()
-    lines += table(("command", "what it does"), ((f"[`{n}`](#{n})", h) for n, h, _ in subparsers))
-    for name, text, parser in subparsers:
-        lines += ["", f"## {name}", "", f"{(parser.description or text).strip()}", ""]
-        lines += table(("option", "meaning"), options(parser._actions, parser.needs))
-    return "\n".join(lines) + "\n"
-
-
-def commands() -> list[tuple[str, str, Parser]]:
-    """Every command: its name, its one line, its parser."""
-    from megatron_ext.cli import COMMANDS, make_parser
-
-    (found,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return [(name, COMMANDS[name].help, one) for name, one in found.choices.items()]
-
-
 def flags() -> str:
     """The page of flags, launcher options and environment variables."""
     from megatron_ext import launch
@@ -147,7 +91,7 @@ def flags() -> str:
         "Add these flags to Megatron's own, with the launcher or on a patched checkout. "
         "`megatron_ext.enable` takes them without dashes and without `--pp-`: `memory_cap=0.6`, "
         "`moe_pipeline_chunks=4`. All are off by default. Those marked * also work without "
-        "`--pp-schedule`. Which ones exclude each other: [refused flags](refused.md).",
+        "`--pp-schedule`.",
     ]
     for feature, (title, page) in FEATURES.items():
         (found,) = (one for one in ALL if one.__name__ == feature)
@@ -179,101 +123,12 @@ def flags() -> str:
     return "\n".join(lines) + "\n"
 
 
-def refused() -> str:
-    """The page of options that a feature does not support."""
-    from megatron_ext.integration import layout
-    from megatron_ext.integration.features import FEATURES as ALL
-    from megatron_ext.integration.install import RULES as OF_COMMAND_LINES
-    from megatron_ext.integration.library import RULES as OF_LIBRARIES
-
-    lines = ["# Refused flags", "", WRITTEN, ""]
-    lines += [
-        "Each of these combinations ends the run before training, with the reason and the way out. "
-        "A flag without a value is refused with every one but those that turn it off, or that the "
-        "reason names.",
-    ]
-    for feature in ALL:
-        if feature.conflicts or feature.rules:
-            title, page = REFUSING[feature.__name__]
-            lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page})."]
-        if feature.conflicts:
-            lines += ["", *table(*_refusals(feature.conflicts))]
-        if feature.rules:
-            lines += ["", *(f"- {rule.text}" for rule in feature.rules)]
-    lines += ["", "## Layers of stages", "", *(f"- {rule.text}" for rule in layout.RULES)]
-    entry = (*OF_COMMAND_LINES, *OF_LIBRARIES)
-    lines += ["", "## Entry points", "", *(f"- {rule.text}" for rule in entry)]
-    return "\n".join(lines) + "\n"
-
-
-def _refusals(rules: Sequence[Conflict]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows of a table; no column of what a refusal is limited to, if none is."""
-    parts = any(rule.only for rule in rules)
-    head = (
-        ("flag", "only with", "why, and what to do") if parts else ("flag", "why, and what to do")
-    )
-    rows = []
-    for rule in rules:
-        flag = f"`{' '.join((rule.flag, *rule.values))}`"
-        flag += f" beside `{rule.beside}`" if rule.beside else ""
-        rows.append((flag, rule.only, rule.reason) if parts else (flag, rule.reason))
-    return head, rows
-
-
-def first_sentence(text: str | None) -> str:
-    """A docstring's, in Markdown."""
-    head = " ".join((text or "").split("\n\n")[0].split()).replace("``", "`")
-    return head if head.endswith(".") else f"{head}."
-
-
-def api() -> str:
-    """The page of public names."""
-    lines = ["# The Python interface", "", WRITTEN, ""]
-    lines += [
-        "These names are public: they change only with a line in the changelog. Everything else "
-        "may change in any release. `make docs` writes pages of all docstrings, with signatures, "
-        "to `build/api` ([contributing](../../CONTRIBUTING.md#docs-and-scripts)).",
-    ]
-    for name in ("megatron_ext", "megatron_ext.schedule"):
-        module = importlib.import_module(name)
-        lines += ["", f"## {name}", "", first_sentence(module.__doc__), ""]
-        lines += table(
-            ("name", "what it is"), ((f"`{n}`", about(module, n)) for n in module.__all__)
-        )
-    for name in MODULES:
-        package = importlib.import_module(name)
-        lines += ["", f"## {name}", "", f"{first_sentence(package.__doc__)} Modules:", ""]
-        lines += table(("module", "what it is"), modules(package.__path__[0]))
-    return "\n".join(lines) + "\n"
-
-
-def about(module: object, name: str) -> str:
-    """One line on a public name."""
-    found = getattr(module, name)
-    if inspect.isclass(found) or inspect.isfunction(found):
-        return first_sentence(found.__doc__)
-    return CONSTANTS[name]
-
-
-def modules(folder: str) -> Iterator[tuple[str, str]]:
-    """The modules of a package without importing them, since some need torch."""
-    for module in pkgutil.iter_modules([folder]):
-        tree = ast.parse((Path(folder) / f"{module.name}.py").read_text(encoding="utf-8"))
-        yield f"`{module.name}`", first_sentence(ast.get_docstring(tree))
-
-
-PAGES: dict[str, Callable[[], str]] = {"flags": flags, "refused": refused, "cli": cli, "api": api}
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Write the pages named in ``argv``; all of them without names."""
-    parser = argparse.ArgumentParser(description="Write the reference pages.")
-    parser.add_argument("pages", nargs="*", choices=[*PAGES, []], metavar="PAGE")
-    for name in parser.parse_args(argv).pages or PAGES:
-        path = FOLDER / f"{name}.md"
-        path.write_text(PAGES[name](), encoding="utf-8")
-        print(path.relative_to(ROOT))
+def main() -> None:
+    """Write the page."""
+    path = FOLDER / "flags.md"
+    path.write_text(flags(), encoding="utf-8")
+    print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

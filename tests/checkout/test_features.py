@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +16,7 @@ import pytest
 from megatron_ext.prove.server import ScriptServer
 from megatron_ext.releases import TAGS
 from tests.support.architectures import ARCHITECTURES
-from tests.support.checkouts import MAIN_TAG, Serve, version
+from tests.support.checkouts import Serve, version
 from tests.support.feature_runs import run_feature
 from tests.support.features import FEATURES
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import ROOT
 
-from .conftest import TRAINING_SRUN, by_flag, job, record, settings, write_program
+from .conftest import TRAINING_SRUN, job, record, settings, write_program
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -6,7 +6,6 @@ On a checkout: tests/checkout/test_doctor.py.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron_ext.commands.doctor import findings, machine
 from megatron_ext.offload.host_memory import stated_host_bytes
 from tests.support import ROOT
 from tests.support.doctor import errors, run, without_gpu
+
 
 @without_gpu
 def test_without_torch_and_megatron() -> None:
