@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 
 from ._log import PREFIX, VERBOSE, say, verbose
 from ._megatron_flags import CPU_DEFAULTS, CPU_NEEDS, CPU_SWITCHES
-from .plan import node_order
 
 # Seconds that ranks other than 0 wait before they report an error all ranks will have found:
 # torchrun ends every rank as soon as one has failed, and rank 0 should have reported by then.
@@ -57,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         script = _resolve_script(options.script)
         args = _cpu_arguments(options.args) if options.device == "cpu" else options.args
-        if options.node_order == "balanced":
-            _balance_nodes(args)
     except LaunchError as error:
         _fail(str(error))
     _set_path(script)
@@ -118,46 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         "lines written by the last rank, floats as hexadecimal",
     )
     parser.add_argument(
-        "--node-order",
-        choices=node_order.ORDERS,
-        default="in-order",
-        help="balanced: low and high pipeline ranks share nodes, so that offload needs about the "
-        "same host memory on all of them; twice as many pipeline messages go between nodes "
-        "(default: in-order, ranks as torchrun gives them)",
-    )
-    parser.add_argument(
         "script", metavar="SCRIPT", help="training script, or the word pretrain_gpt"
     )
     parser.add_argument(
         "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments"
     )
     return parser
-
-
-def _balance_nodes(args: Sequence[str]) -> None:
-    """Give this process its balanced rank, before torch or the script read ``RANK``.
-
-    Raises:
-        LaunchError: the nodes or the script's flags do not allow it.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("tensor_model", "context", "expert_model", "expert_tensor"):
-        parser.add_argument(f"--{name.replace('_', '-')}-parallel-size", type=int)
-    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
-    try:
-        given, _ = parser.parse_known_args(args)
-        if given.use_tp_pp_dp_mapping:
-            raise ValueError("--use-tp-pp-dp-mapping has no pipeline rank in neighbouring ranks")
-        node_order.apply(
-            node_order.group_size(
-                given.tensor_model_parallel_size or 1,
-                given.context_parallel_size or 1,
-                given.expert_model_parallel_size or 1,
-                given.expert_tensor_parallel_size,
-            )
-        )
-    except (ValueError, argparse.ArgumentError) as error:
-        raise LaunchError(f"--node-order balanced: {error}") from None
 
 
 def _resolve_script(script: str) -> Path:

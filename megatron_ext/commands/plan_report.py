@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ..plan.gpu import NODE, Gpu
+from ..plan.gpu import Gpu
+from ..plan.memory import RankBytes
 from ..plan.model import Job
 from ..plan.point import Point
 from ..plan.result import Result
@@ -15,7 +16,6 @@ from ..plan.throughput import devices, throughput
 from ..schedule.costs import number_to_json
 from .plan_assumed import assumptions
 from .plan_moe import plan_layer_json, plan_words
-from .plan_nodes import nodes_json, rank_json
 from .plan_options import (
     error_to_expect,
     expert_overlap,
@@ -32,11 +32,9 @@ def report_json(
     notes: Sequence[str],
     seconds: float,
     file: str | None,
-    node: int | None,
     beside: SimpleNamespace,
 ) -> dict[str, Any]:
-    """The whole answer; times in milliseconds, sizes in bytes; host memory of ``node`` devices,
-    if None of 8.
+    """The whole answer; times in milliseconds, sizes in bytes.
 
     ``chosen`` is null where nothing fits; then ``needs`` says what would. ``expected_error``: of
     step times, as a share; null where passes were measured. ``skipped``: candidates that a bound
@@ -79,7 +77,6 @@ def report_json(
             "expert_overlap": expert_overlap(result),
             "whole_vocabulary": whole_vocabulary(result, space, best),
             "ranks": [rank_json(rank) for rank in best.ranks],
-            "node_host_bytes": nodes_json(best, node or NODE),
             **post_validation_json(best, beside),
         }
     else:
@@ -168,6 +165,21 @@ def point_json(point: Point, gpu: Gpu) -> dict[str, Any]:
         "peak_host_activation": [number_to_json(x) for x in point.peak_host_activation],
         "simulate": point.simulate_arguments(STAGE_FILE),
         "stage_cost": point.stage_cost(),
+    }
+
+
+def rank_json(rank: RankBytes) -> dict[str, Any]:
+    """One rank's peak, in bytes, by part."""
+    return {
+        "rank": rank.rank,
+        "parameters": rank.states.parameters,
+        "gradients": rank.states.gradients,
+        "optimizer": rank.states.optimizer,
+        "activations": rank.kept,
+        "running_pass": rank.passing,
+        "total": rank.total,
+        "host": rank.host,
+        "at": rank.at,
     }
 
 

@@ -175,14 +175,6 @@ def _chosen(data: dict[str, Any], file: str | None) -> list[str]:
         )
     if best["offload_note"]:
         lines.append(f"  ({best['offload_note']})")
-    nodes = best["node_host_bytes"]
-    if nodes is not None:
-        most, even = max(nodes["in_order"]), max(nodes["balanced"])
-        lines.append(
-            f"  (host memory of the fullest node of {nodes['per_node']}: {gib(most)}; with the "
-            f"launcher's --node-order balanced {gib(even)}, {1 - even / most:.0%} less, and twice "
-            "the messages between nodes)"
-        )
     return lines
 
 
