@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from .._terminal import Progress, paint
@@ -17,9 +18,9 @@ from ..schedule.generators import GENERATORS, BrokenGenerator
 from ..schedule.named import CapExceeded
 from ..schedule.simulate import simulate
 from ..view.table import columns
-from .common import JSON, InputError, Parser, memory_cap, offloads, refuse_large
+from .common import JSON, InputError, Options, Parser, memory_cap, offloads, output, refuse_large
 from .compared import asked_of, files_of, fitted, refuse_sizes
-from .numbers import Shown, json_of, table_of
+from .numbers import Shown, json_of, page_of, table_of
 from .options import GROUPED, JITTER, NETWORK, SHAPE_OF_ALL, SIZES, declare_offload
 from .quality import jitter_of, percent, simulated
 from .results import (
@@ -38,20 +39,20 @@ def declare(parser: Parser) -> None:
         "files", nargs="*", metavar="FILE", help="schedule files, rows beside the others; they "
         "give sizes and costs that options do not"
     )  # fmt: skip
-    declare_all(parser)
-    JSON.declare(parser)
-    parser.set_defaults(run=_compare)
-
-
-def declare_all(parser: Parser) -> None:
-    """What is asked of all schedules."""
     parser.declare("pipeline", *SIZES, SHAPE_OF_ALL)
     declare_offload(parser)
     NETWORK.declare(parser)
     parser.declare("robustness", JITTER)
+    Options(
+        {"--output PAGE.html": "write the table and every timeline, fastest first, as a page"}
+    ).declare(parser)
+    JSON.declare(parser)
+    parser.set_defaults(run=_compare)
 
 
 def _compare(args: argparse.Namespace) -> int:
+    if args.output is not None and not args.output.endswith(".html"):
+        raise InputError(f"--output {args.output}: give a name that ends in .html")
     files = files_of(args)
     refuse_sizes(args)
     cuts = _cuts(args)
@@ -101,6 +102,9 @@ def _compare(args: argparse.Namespace) -> int:
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
     span = args.objective == "span"
     rows.sort(key=lambda row: _place(row, span))  # stable: ties stay simplest first
+    if args.output is not None:
+        with output(args.output) as path:
+            Path(path).write_text(page_of(rows), encoding="utf-8")
     if args.json:
         print(json.dumps(_json(args, asked, rows, impossible)))
     else:

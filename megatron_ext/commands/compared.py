@@ -1,4 +1,4 @@
-"""What ``compare``, ``show`` and ``explore`` ask of every schedule, and what each one gives."""
+"""What ``compare`` and ``show`` ask of every schedule, and what each one gives."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def refuse_sizes(args: argparse.Namespace) -> None:
     """Refuse sizes for which no schedule can be compared, or none."""
     missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
     if missing:
-        end = ", or a file" if hasattr(args, "files") else ""
-        raise InputError(f"the following arguments are required: {', '.join(missing)}{end}")
+        raise InputError(f"the following arguments are required: {', '.join(missing)}, or a file")
     if args.pp < 2:
         raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
     least = -(-args.pp // 2)

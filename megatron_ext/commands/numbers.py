@@ -1,6 +1,6 @@
 """The numbers of a simulated schedule, each once: field of JSON, column of a table, line of text.
 
-``simulate``, ``schedule``, ``compare`` and ``explore`` print views of this one list. A new number
+``simulate``, ``schedule`` and ``compare`` print views of this one list. A new number
 is a new entry, and its name in the views that show it.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from ..plan.memory import RankBytes
 from ..schedule import Simulation
 from ..schedule.costs import number_to_json
+from ..view import page, timeline
 from .quality import Quality, percent
 from .results import cost_json, per_rank
 from .results import short as short
@@ -29,8 +29,6 @@ class Shown:
         offloads: offload was asked for, even if no set leaves.
         before: the highest peak without offload, in microbatches; None: not asked for.
         over_cap: more stays on a device than the cap or the GPU allows; None: there is no cap.
-        ranks: bytes of each, with a model whose times are in microseconds.
-        name: in place of the schedule's.
     """
 
     run: Simulation
@@ -39,8 +37,6 @@ class Shown:
     offloads: bool = False
     before: Fraction | None = None
     over_cap: bool | None = None
-    ranks: Sequence[RankBytes] | None = None
-    name: str = ""
 
     @property
     def peak(self) -> Fraction:
@@ -78,7 +74,7 @@ class Number(NamedTuple):
 
 
 def _name(s: Shown) -> str:
-    return s.name or s.run.schedule.name
+    return s.run.schedule.name
 
 
 def _share(x: Fraction) -> str:
@@ -126,14 +122,6 @@ def _exchanges(s: Shown) -> bool:
 
 def _copies(s: Shown) -> bool:
     return s.offloads or s.run.transfers is not None
-
-
-def _modelled(s: Shown) -> bool:
-    return s.ranks is not None
-
-
-def _fullest(s: Shown) -> RankBytes:
-    return max(s.ranks or (), key=lambda rank: rank.total)
 
 
 # By name, in the order of JSON.
@@ -262,18 +250,6 @@ NUMBERS: dict[str, Number] = {
         there=lambda s: s.before is not None,
     ),
     "over_cap": Number(lambda s: s.over_cap, there=lambda s: s.over_cap is not None),
-    "step_ms": Number(
-        lambda s: float(s.run.makespan) / 1000,
-        *("passes of a step, ms", lambda s: f"{float(s.run.makespan) / 1000:.1f}"),
-        there=_modelled,
-    ),
-    "gib": Number(
-        lambda s: _fullest(s).total / 2**30,
-        *("GiB of the fullest rank", lambda s: f"{_fullest(s).total / 2**30:.2f}"),
-        there=_modelled,
-    ),
-    "gib_rank": Number(lambda s: _fullest(s).rank, there=_modelled),
-    "host_gib": Number(lambda s: max(rank.host for rank in s.ranks or ()) / 2**30, there=_modelled),
 }
 
 _MEMORY = ("peak_activation", "peak_activation_vs_1f1b")
@@ -283,7 +259,6 @@ COLUMNS = (
     "saved_by_order",
     *("makespan_quantiles", *_MEMORY, *_OFFLOAD, "offload_stall", "hidden_exchange"),
 )
-PAGE = ("schedule", "bubble", "peak_activation", "makespan", "step_ms", "gib")
 LINES = (
     *("makespan", "lower_bound", "makespan_quantiles", "bubble", "span_bubble"),
     *("peak_activation_vs_1f1b", "peak_activation", "microbatch_order", "exchange"),
@@ -319,6 +294,12 @@ def table_of(
         tuple(number.head for number in found),
         *(tuple(number.cell(row) for number in found) for row in rows),
     ]
+
+
+def page_of(rows: Sequence[Shown]) -> str:
+    """The table and every timeline as one HTML page."""
+    runs = [timeline.planned(row.run) for row in rows]
+    return page.render(*runs, rows=table_of(rows, without=("span_bubble",)))
 
 
 def lines_of(shown: Shown) -> list[str]:

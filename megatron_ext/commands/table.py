@@ -41,6 +41,7 @@ COMMANDS = {
         (
             "--pp 4 --microbatches 8",
             "--pp 8 --microbatches 32 --cost 1,1.1,0.8 --hop 0.05 --memory-cap 0.6",
+            "--pp 8 --microbatches 16 --output page.html",
         ),
     ),
     "plan": Command(
@@ -82,10 +83,6 @@ COMMANDS = {
             "--from-args train.sbatch --page report.html",
             "--races 5 -- pretrain_gpt.py ... --pp-schedule v-half",
         ),
-    ),
-    "explore": Command(
-        "a local page: drag sizes, costs and caps, compare schedules, copy the flags",
-        ("--open", "mine.json --measured traces", "--export view.html"),
     ),
     "completion": Command(
         "print a script that completes commands and options in bash or zsh", ("bash", "zsh")

@@ -106,9 +106,9 @@ class Timeline:
         return replace(self, boxes=boxes, memory=memory, copies=copies, unit=other.unit)
 
 
-def planned(simulation: Simulation, *, microseconds: bool = False) -> Timeline:
-    """The simulated run; times in the units of the costs, or in ms where these are microseconds."""
-    scale = simulation.scale * (1000 if microseconds else 1)
+def planned(simulation: Simulation) -> Timeline:
+    """The simulated run; times in the units of the costs."""
+    scale = simulation.scale
     rows = zip(simulation.schedule.ranks, simulation.start, simulation.end)
     return Timeline(
         label="planned",
@@ -127,7 +127,6 @@ def planned(simulation: Simulation, *, microseconds: bool = False) -> Timeline:
             tuple(Box(action, s / scale, e / scale) for action, s, e in row)
             for row in (simulation.transfers.copies if simulation.transfers else ())
         ),
-        unit="ms" if microseconds else "",
     )
 
 

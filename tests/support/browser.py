@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -114,11 +113,6 @@ class Browser:
         x, y = (round(a + b) for a, b in zip(box, point))
         move = {"type": "pointerMove", "duration": 0, "x": x, "y": y}
         self._call("actions", {"actions": [{"type": "pointer", "id": "m", "actions": [move]}]})
-
-    def picture(self, whole: bool = False) -> bytes:
-        """A PNG of what is in sight, or of the whole page."""
-        params = {"format": "png", "captureBeyondViewport": whole}
-        return base64.b64decode(self.protocol("Page.captureScreenshot", params)["data"])
 
     def errors(self) -> list[str]:
         """What scripts have complained of since the last call."""

@@ -78,8 +78,6 @@ NOT_RUN = {
     r"pytest": "is this",
     r"megatron-ext reproduce all": "takes minutes; tests/unit/reproduce runs it",
     r"megatron-ext prove": "takes a minute; tests/checkout/test_prove.py runs it",
-    r"(megatron-ext|python3 -m megatron_ext) explore(?! --export)": "serves until it is ended; "
-    "tests/unit/cli/test_explore.py asks it",
     r"megatron-ext completion": "its output is for a shell to read",
     r"megatron-ext checkpoint": "needs a checkpoint; tests/unit/cli makes some",
     r"python -m tests\.campaigns\.faults": "takes minutes; "

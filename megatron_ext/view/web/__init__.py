@@ -9,9 +9,9 @@ from importlib import resources
 from typing import Any
 
 
-def asset(name: str, package: str = __name__) -> str:
-    """The text of a file of ``package``."""
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+def asset(name: str) -> str:
+    """The text of a file of this package."""
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
 def embedded(data: Any) -> str:

@@ -1,4 +1,4 @@
-"""One form of input: plan, prove, doctor and explore read what people have alike."""
+"""One form of input: plan, prove and doctor read what people have alike."""
 
 from __future__ import annotations
 
@@ -82,9 +82,6 @@ def test_every_form_is_the_same_command(run, given, form, tmp_path, monkeypatch)
     )
     assert "--tensor-model-parallel-size 2 " in out.splitlines()[1] + " "
     assert ("$@" in err) == (form == "train.sbatch")
-    page = tmp_path / "view.html"
-    assert run("explore", "--from-args", what, "--export", page)[0] == 0
-    assert "8 layers, hidden 512" in page.read_text()
     monkeypatch.setattr(doctor, "run_probe", lambda _: {"error": "not here"})
     _, out, _ = run("doctor", "--from-args", what)
     assert "TP 4, PP 4, layers 8" in out and "no supported Megatron" not in out
@@ -94,7 +91,7 @@ def test_what_decides_and_is_not_known_is_named_everywhere(run, tmp_path, monkey
     monkeypatch.delenv("LAYERS", raising=False)
     path = tmp_path / "train.sh"
     path.write_text(f"python pretrain_gpt.py {FLAGS} --num-layers $LAYERS\n")
-    for command in ("plan --pp 4", "prove --show", "doctor", "explore", "simulate --moe"):
+    for command in ("plan --pp 4", "prove --show", "doctor", "simulate --moe"):
         status, _, err = run(*command.split(), "--from-args", path)
         assert status == 2 and err.count("\n") == 1, command
         assert "LAYERS is not set in the script" in err and "LAYERS=... megatron-ext" in err
@@ -114,7 +111,7 @@ def test_a_scripts_arguments_follow_it(run, tmp_path):
         assert found["layers"] == [4, 4]
         status, out, _ = run("prove", "--show", "--script", "pretrain_gpt", "--from-args", what)
         assert status == 0 and "PP 2, " in out
-    for command in ("plan", "prove --show", "doctor", "explore"):
+    for command in ("plan", "prove --show", "doctor"):
         status, _, err = run(*command.split(), "--from-args", path)
         assert status == 2 and "$1: the arguments of the script are not known" in err
         assert "--from-args 'SCRIPT ARGUMENTS'" in err

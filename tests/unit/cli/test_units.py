@@ -6,9 +6,6 @@ import json
 
 import pytest
 
-from megatron_ext.commands.explore.flags import training_flags
-from megatron_ext.commands.explore.request import parse
-
 from .conftest import FIELDS, options
 
 SLICED = [*options("v-zb", 4, 4), "--slices", "4"]
@@ -151,21 +148,6 @@ def test_refused(run, argv, words):
     status, out, err = run("simulate", *options("v-zb", 4, 4), *argv)
     assert (status, out) == (2, "")
     assert words in err and len(err.strip().splitlines()[-1]) < 300
-
-
-def test_the_explorer_offers_flags_of_slices_that_training_takes():
-    base = "--pipeline-model-parallel-size 4 --pp-schedule v-zb"
-    for words, flags in (
-        ("--slices 1", base),
-        ("--slices 4", f"{base} --pp-slices 4"),
-        ("--slices 4 --slice-cut even", f"{base} --pp-slices 4 --pp-slice-cut even"),
-        ("--slices 4 --slice-weights joined", f"{base} --pp-slices 4 --pp-slice-weights joined"),
-        ("--slices 4 --objective span", ""),
-        ("--slices 1,2,1,1", ""),
-        ("--microbatch-cost 1,2,1,1", ""),
-    ):
-        args = parse(f"--pp 4 --microbatches 4 {words}")
-        assert training_flags(args, "v-zb") == flags, words
 
 
 def test_a_file_of_lengths(run, tmp_path):
