@@ -126,6 +126,3 @@ class MegatronArgs(Protocol):
     moe_pipeline_chunks: str | None
     moe_memory_reuse: str | None
     moe_memory_budget: str | None
-
-    # Set by us, for the checkpoint: ``loop`` or ``vee``.
-    pp_placement: str

@@ -261,7 +261,6 @@ SEQLEN_COUNT = Target.at(f"{_TRAINING}.training:consume_seqlen_stats_in_iteratio
 DOCUMENT_COUNT = Target.at(
     f"{_TRAINING}.training:update_seqlen_stats_from_cu_seqlens", "cu_seqlens"
 )
-LOAD = Target.at(f"{_TRAINING}.checkpointing:load_checkpoint", "ddp_model", "optimizer")
 LOAD_BASE = Target.at(
     f"{_TRAINING}.checkpointing:_load_base_checkpoint",
     *("load_dir", "args", "rank0", "sharded_state_dict"),

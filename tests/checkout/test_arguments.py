@@ -18,7 +18,6 @@ DERIVED = {
     "curr_iteration",
     "data_parallel_size",
     "params_dtype",
-    "pp_placement",
     "rank",
     "virtual_pipeline_model_parallel_size",
     "world_size",

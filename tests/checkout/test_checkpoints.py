@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +61,6 @@ class Runs:
         outcome = self.train(name, pp, *flags, world=world)
         assert outcome.status == "ok", outcome.report
         return losses(outcome)
-
-    def refused(self, name: str, pp: int, *flags: str, world: int | None = None) -> str:
-        """The one sentence with which a run is refused before its first step."""
-        outcome = self.train(name, pp, "--nosave", *flags, world=world)
-        assert outcome.status == "failed", outcome.report
-        assert outcome.losses() == []
-        lines = outcome.log(0).strip().splitlines()
-        found = [x for x in lines if x.startswith("[megatron_ext] error: ")]
-        assert found and lines[-1] == found[-1], outcome.report
-        return found[-1]
 
 
 def losses(outcome: Outcome) -> list[float]:
@@ -206,12 +195,6 @@ def test_optimizer_in_shards(few_layers: Runs) -> None:
     assert found == wanted
     mine, theirs = few_layers.checkpoints("dp-v"), few_layers.checkpoints("dp-stock")
     assert_equal(saved(mine, 4), saved(theirs, 4))
-    # Stock's own state of such buckets is that of other weights.
-    few_layers.good("dp-buckets", 1, *flags, *RESHARDABLE, *buckets, world=2)
-    load = ["--load", str(few_layers.checkpoints("dp-buckets"))]
-    sentence = few_layers.refused("dp-other", 2, *flags, *vee, *load, world=4)
-    assert "has one of other weights in" in sentence
-    few_layers.good("dp-fresh", 2, *flags, *vee, *load, "--no-load-optim", world=4)
 
 
 def random_states(folder: Path) -> dict[str, Any]:
@@ -301,48 +284,3 @@ def test_vocabulary_on_all_ranks(
     whole, parts, again = (saved(few_layers.checkpoints(name), 2) for name in names)
     assert_equal(parts, whole)
     assert_equal(again, whole)
-
-
-@pytest.mark.matrix
-def test_a_hybrid_model_from_the_loop_to_a_v(hybrid: Runs) -> None:
-    """It continues, and saves what stock's run saves; another pattern is another model."""
-    base = [*DISTRIBUTED, "--train-iters", "2", "--save-interval", "1"]
-    wanted = hybrid.good("loop", 2, *base, *RESHARDABLE)
-    load = [*base, "--load", str(hybrid.checkpoints("loop")), "--ckpt-step", "1"]
-    vee = ["--pp-schedule", "v-half", "--hybrid-layer-pattern"]
-    assert hybrid.good("vee", 2, *load, *vee, "M*|-|MM*|-M") == wanted[1:]
-    mine, theirs = (saved(hybrid.checkpoints(x), 2) for x in ("vee", "loop"))
-    assert_equal(mine, theirs)
-    text = hybrid.refused("other", 2, *load, *vee, "M*M-M*-M")
-    assert "--hybrid-layer-pattern M*-MM*-M (here M*M-M*-M)" in text
-
-
-def without(folder: Path, key: str) -> None:
-    """Take one tensor out of a checkpoint."""
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    del metadata.state_dict_metadata[key]
-    path.write_bytes(pickle.dumps(metadata))
-
-
-@pytest.mark.matrix
-def test_refusals(runs: Runs) -> None:
-    """Before the first step, with one sentence; the same layout and a fresh optimizer may load."""
-    base = [*DISTRIBUTED, "--train-iters", "4"]
-    wanted = runs.good("bucket", 2, *base, "--save-interval", "2")
-    folder = runs.checkpoints("bucket")
-    load = [*base, "--load", str(folder), "--ckpt-step", "2"]
-    vee = ["--pp-schedule", "v-half"]
-    text = runs.refused("bucket-v", 2, *load, *vee)
-    assert (
-        "the optimizer state (dp_reshardable) of " in text and "is for TP 1, PP 2, 1 chunks" in text
-    )
-    assert "--dist-ckpt-optim-fully-reshardable" in text and "--no-load-optim" in text
-    parts = ["--pp-schedule", "zb-h1", "--pp-vocab-parallel"]
-    assert "the vocabulary on all ranks" in runs.refused("bucket-parts", 2, *load, *parts)
-    assert runs.good("bucket-zb", 2, *load, "--pp-schedule", "zb-h1") == wanted[2:]
-    text = runs.refused("layers", 2, *load, *vee, "--no-load-optim", "--num-layers", "4")
-    assert "is for a model of other shapes" in text and "--num-layers 8 (here 4)" in text
-    without(saved(folder, 2), "decoder.final_layernorm.weight")
-    text = runs.refused("lacking", 2, *load, *vee, "--no-load-optim")
-    assert "does not hold 1 of them (decoder.final_layernorm.weight)" in text

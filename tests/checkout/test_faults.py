@@ -9,13 +9,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoints import folder as saved
 from megatron_ext.prove.server import Outcome, ScriptServer
 from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, Serve, environment, existing
@@ -46,11 +44,10 @@ class Runs:
         self._good: dict[tuple[str, ...], list[Any]] = {}
 
     def run(
-        self, name: str, *more: str, world: int = 2, injury: dict[int, Any] | None = None,
-        save: Path | None = None,
-    ) -> Outcome:  # fmt: skip
+        self, name: str, *more: str, world: int = 2, injury: dict[int, Any] | None = None
+    ) -> Outcome:
         """Train, from the last checkpoint of ``name`` if there is one."""
-        place = str(save or self.folder / name)
+        place = str(self.folder / name)
         where = self.folder / f"{name}-log"
         own = {"MEGATRON_EXT_WATCHDOG_SECONDS": str(LIMIT), "ACCIDENT": str(where / "accident")}
         variables = {rank: {**own} for rank in range(world)}
@@ -71,9 +68,9 @@ class Runs:
             self._good[key] = outcome.losses()
         return self._good[key]
 
-    def continues(self, name: str, first: int, *more: str, world: int = 2, **where: Any) -> Outcome:
+    def continues(self, name: str, first: int, *more: str, world: int = 2) -> Outcome:
         """A restart goes on behind iteration ``first`` as if nothing had happened."""
-        outcome = self.run(name, *more, world=world, **where)
+        outcome = self.run(name, *more, world=world)
         assert outcome.status == "ok", logs(outcome, world)
         assert outcome.losses() == self.good(*more, world=world)[first:]
         return outcome
@@ -86,6 +83,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
 
 def logs(outcome: Outcome, world: int = 2) -> str:
     return "\n".join(f"--- {rank}\n{outcome.log(rank)[-3000:]}" for rank in range(world))
+
+
+def tracked(folder: Path) -> int | None:
+    """The iteration that a restart loads."""
+    file = folder / "latest_checkpointed_iteration.txt"
+    return int(file.read_text()) if file.exists() else None
 
 
 def all_failed(outcome: Outcome, world: int = 2) -> None:
@@ -147,61 +150,6 @@ def test_accident_while_gradients_are_reduced(runs: Runs, do: str) -> None:
     runs.continues(f"reduce-{do}", 4, *DATA_PARALLEL, world=4)
 
 
-@pytest.mark.parametrize(
-    ("at", "what"),
-    [
-        pytest.param("data", ".metadata, which is written after all data, is missing",
-                     marks=pytest.mark.campaign),
-        # By default unit/cli/test_checkpoint.py finds what is missing, and a restart that refuses
-        # another incomplete checkpoint is below.
-        pytest.param("metadata", ".metadata, which is written after all data, is missing",
-                     marks=pytest.mark.matrix),
-        pytest.param("config", "metadata.json, written last, is missing",
-                     marks=pytest.mark.campaign),
-    ],
-)  # fmt: skip
-def test_killed_while_saving(runs: Runs, at: str, what: str) -> None:
-    """Iteration 4 is half saved: that is said, and training continues from iteration 2."""
-    name = f"save-{at}"
-    outcome = runs.run(name, injury={0: {"do": "kill", "at": at, "iteration": 4}})
-    all_failed(outcome)
-    assert saved.tracked(runs.folder / name) == 2
-    assert saved.problem(saved.saved(runs.folder / name)[4]) == what
-    again = runs.continues(name, 2)
-    line = "saving iteration 4 to "
-    assert f"{line}{runs.folder / name / 'iter_0000004'} was interrupted ({what})" in again.log(0)
-    assert "training continues from 2" in again.log(0)
-    assert saved.problem(saved.saved(runs.folder / name)[4]) is None
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that one checkpoint fits on, and not three."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1700k", "tmpfs", str(folder)]
-    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("needs the right to mount a small file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def test_full_disk(runs: Runs, small_disk: Path) -> None:
-    """The save that does not fit ends the run; what was saved before is complete and loads."""
-    outcome = runs.run("disk", save=small_disk)
-    all_failed(outcome)
-    last = saved.tracked(small_disk)
-    assert isinstance(last, int) and 0 < last < ITERATIONS, logs(outcome)
-    assert re.search(
-        rf"saving iteration {last + EVERY} to {small_disk} failed \(.+\); \d\.\d MiB are free "
-        rf"there; a restart continues from iteration {last}",
-        outcome.log(0),
-    ), logs(outcome)
-    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    assert saved.problem(saved.saved(small_disk)[last]) is None
-    runs.continues("disk", last, save=small_disk)
-
-
 @pytest.mark.campaign
 def test_sigterm_saves_and_a_restart_goes_on(runs: Runs) -> None:
     """What a batch system does before it puts a job back into the queue."""
@@ -209,19 +157,8 @@ def test_sigterm_saves_and_a_restart_goes_on(runs: Runs) -> None:
     injury = {rank: {"do": "term", "at": "F", "iteration": 3} for rank in range(2)}
     outcome = runs.run("term", *more, injury=injury)
     assert outcome.exits == (0, 0) and outcome.orphans == 0, logs(outcome)
-    assert saved.tracked(runs.folder / "term") == 3
+    assert tracked(runs.folder / "term") == 3
     runs.continues("term", 3, *more)
-
-
-@pytest.mark.matrix
-def test_saving_in_the_background(runs: Runs) -> None:
-    """With --async-save: same losses, complete checkpoints, loaded by another placement."""
-    more = ["--async-save"]
-    outcome = runs.run("async", *more)
-    assert outcome.status == "ok" and outcome.losses() == runs.good(), logs(outcome)
-    found = saved.saved(runs.folder / "async")
-    assert list(found) == [2, 4, 6] and saved.tracked(runs.folder / "async") == 6
-    assert [saved.problem(path) for path in found.values()] == [None] * 3
 
 
 @pytest.mark.campaign
@@ -229,31 +166,9 @@ def test_killed_while_saving_in_the_background(runs: Runs) -> None:
     injury = {1: {"do": "kill", "at": "F", "iteration": 5}}
     outcome = runs.run("async-killed", "--async-save", injury=injury)
     all_failed(outcome)
-    last = saved.tracked(runs.folder / "async-killed")
+    last = tracked(runs.folder / "async-killed")
     assert last in (None, 2, 4)
     runs.continues("async-killed", last or 0)
-
-
-def test_incomplete_checkpoints_are_refused(runs: Runs) -> None:
-    """One sentence: which iteration, what is missing, which one is complete, what to do."""
-    runs.good()
-    folder = runs.folder / "good-0"
-    victim = max(saved.saved(folder)[6].glob("*.distcp"))
-    size = victim.stat().st_size
-    os.truncate(victim, size // 2)
-    outcome = runs.run("good-0")
-    assert outcome.status == "failed" and outcome.exits == (2, 2), logs(outcome)
-    assert outcome.losses() == []
-    line = outcome.log(0).strip().splitlines()[-1]
-    assert re.fullmatch(
-        rf"\[megatron_ext\] error: iteration 6 in {folder} is incomplete "
-        rf"\({victim.name} has {size // 2} of {size} bytes\); "
-        rf"the last complete one is 4: write 4 into {folder / saved.TRACKER}, or "
-        "add --ckpt-step 4",
-        line,
-    ), line
-    outcome = runs.run("good-0", "--ckpt-step", "4")
-    assert outcome.status == "ok" and outcome.losses() == runs.good()[4:], logs(outcome)
 
 
 @pytest.mark.campaign

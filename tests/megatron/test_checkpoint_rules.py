@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoints.layout import Layout
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.checkpoint import Checkpoint, choose_formats
 from tests.support.stand_ins import megatron_args, started
@@ -34,8 +33,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
 
 
 def vee() -> Any:
-    args = arguments(pp_placement="vee", virtual_pipeline_model_parallel_size=2)
-    return started(Checkpoint, args=args)
+    return started(Checkpoint, args=arguments(virtual_pipeline_model_parallel_size=2))
 
 
 @pytest.mark.parametrize(
@@ -76,41 +74,13 @@ def test_files_by_rank_are_not_made_of_a_v() -> None:
     assert choose_formats(args, "zb-h1", False) is None
 
 
-def test_a_layout_is_the_placement_not_the_schedule() -> None:
-    stock = arguments()
-    assert Layout.of(stock) == Layout.of(arguments(pp_placement="loop", pp_schedule="zb-h1"))
-    two = {"virtual_pipeline_model_parallel_size": 2}
-    layouts = {
-        Layout.of(stock),
-        Layout.of(arguments(**two)),
-        Layout.of(arguments(pp_placement="vee", **two)),
-        Layout.of(arguments(pipeline_model_parallel_size=2)),
-    }
-    assert len(layouts) == 4
-    assert "PP 4, 2 chunks a rank in V placement" in str(vee()._layout)
+def test_loading_files_by_rank_is_refused_under_v_placement() -> None:
+    def loaded(kind: str) -> Any:
+        return {}, "a file", False, SimpleNamespace(name=kind)
 
-
-def test_files_by_rank_of_another_layout_are_refused() -> None:
-    plain = started(Checkpoint, "zb-h1", args=arguments())
-    state = {"args": arguments(virtual_pipeline_model_parallel_size=2)}
-    with pytest.raises(ConfigError, match="the format torch is for TP 1, PP 4, 2 chunks a rank"):
-        plain._require_own_files(state, "a file")
-    with pytest.raises(ConfigError, match="number layers by rank and chunk"):
-        vee()._require_own_files(state, "a file")
-
-
-def test_parameters_on_one_side_only() -> None:
-    report = vee()._report_difference
-    with pytest.raises(
-        ConfigError, match=r"does not hold 1 .*\(output.weight\).*random initial values"
-    ):
-        report(arguments(), "a folder", ["output.weight"], [], "")
-    with pytest.raises(ConfigError, match=r"does not hold 1 .*it was saved with X"):
-        report(arguments(finetune=True), "a folder", ["a"], [], "it was saved with X")
-    with pytest.raises(ConfigError, match=r"5 parameters in it are not in this one .*and 1 more"):
-        report(arguments(), "a folder", [], list("abcde"), "")
-    report(arguments(finetune=True), "a folder", [], ["a"], "")
-    report(arguments(dist_ckpt_strictness="log_all"), "a folder", ["a"], ["b"], "")
+    assert vee()._load_base_checkpoint(loaded, "GLOBAL")[1] == "a file"
+    with pytest.raises(ConfigError, match="loading a file: files in the format torch number"):
+        vee()._load_base_checkpoint(loaded, "LEGACY")
 
 
 def test_one_copy_of_tied_weights_is_saved() -> None:
@@ -154,27 +124,3 @@ def test_buckets_have_no_padding_to_leave_out_while_a_state_is_made() -> None:
     made = vee()._sharded_param_state(state, optimizer, "model", is_loading=True)
     assert made == ("model", True, 128, 128)
     assert (buffer.numel_unpadded, bucket.numel_unpadded) == (64, 64)
-
-
-def test_main_weights_of_other_weights() -> None:
-    import torch
-
-    from megatron_ext.integration.features.checkpoint.optimizer import is_of_other, main_weights
-
-    main = torch.randn(64, generator=torch.Generator().manual_seed(1))
-    small = torch.full((64,), 1e-9)  # zeros in fp16, as new biases are after a first step
-    for kind in (torch.bfloat16, torch.float16):
-        assert not is_of_other(main.to(kind), main)
-        assert is_of_other(main.to(kind), main.roll(8))
-        assert is_of_other(main.to(kind), torch.zeros(64))
-        assert is_of_other(torch.zeros(64, dtype=kind), main)
-        assert not is_of_other(small.to(kind), small)
-    # A state that bf16 has rounded, beside weights in fp16; and one that diverged.
-    assert not is_of_other(small.bfloat16().to(torch.float16), small)
-    assert not is_of_other((main / 0).bfloat16(), main / 0)
-    weights = [main.bfloat16(), None, main.bfloat16()]
-    inner = SimpleNamespace(
-        shard_float16_groups=[weights], shard_fp32_from_float16_groups=[[main, main, None]]
-    )
-    outer = SimpleNamespace(chained_optimizers=[inner, SimpleNamespace()])
-    assert [pair[1] is main for pair in main_weights(outer)] == [True]

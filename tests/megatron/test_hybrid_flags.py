@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoints.layout import Layout
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.layout import LayerPattern, layer_counts
@@ -201,8 +200,3 @@ def test_spread(
     counts: list[int] | None,
 ) -> None:
     assert spread(layers, stages, first, last, taken) == counts
-
-
-def test_checkpoints_of_other_stages_have_another_layout() -> None:
-    one, other = (Layout.of(arguments(pattern)) for pattern in ("M*|-M", "M|*-M"))
-    assert one != other

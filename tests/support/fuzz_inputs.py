@@ -10,21 +10,15 @@ import argparse
 import contextlib
 import io
 import json
-import math
 import os
-import pickle
 import tempfile
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from megatron_ext._input import parse_bytes, parse_json
-from megatron_ext.checkpoints.folder import read_contents
-from megatron_ext.checkpoints.pickles import read_saved
+from megatron_ext._input import parse_bytes
 from megatron_ext.commands.common import Parser, verify
 from megatron_ext.commands.options import declare_schedule
 from megatron_ext.moe import cost_file
@@ -237,78 +231,6 @@ def _command_line(value: str) -> None:
     generate("gis", pp, m, args.chunks, group_size=args.group_size)
 
 
-def _checkpoint(data: bytes) -> None:
-    """What a checkpoint says of itself: the saved arguments, and the tensors it holds."""
-    from megatron_ext.checkpoints.layout import Layout
-    from megatron_ext.integration.features.checkpoint.integrity import model_shapes
-    from megatron_ext.integration.features.checkpoint.parameters import differing_flags
-
-    text = parse_json(data.decode("utf-8"))
-    if not isinstance(text, dict):
-        raise ValueError("no case")
-    saved = text.get("args")
-    if isinstance(saved, dict):
-        held = SimpleNamespace(**saved)
-        sentence(f"saved with {Layout.of(held)}")
-        sentence(differing_flags(SimpleNamespace(), held) or "nothing differs")
-    metadata = SimpleNamespace(state_dict_metadata=_entries(text.get("tensors")))
-    if "mcore" in text:
-        metadata.mcore_data = text["mcore"]
-    for key, shape in model_shapes(metadata).items():
-        if not isinstance(key, str) or not all(isinstance(n, int) for n in shape):
-            raise Fault(f"{key!r} has the shape {shape!r}")
-
-
-class Metadata:
-    """By this and the next names, classes of torch stand in the pickles of checkpoints."""
-
-
-class TensorStorageMetadata(Metadata):
-    """A tensor."""
-
-
-def _pickle_seeds() -> tuple[bytes, ...]:
-    def given(kind: type[Metadata], **values: Any) -> Metadata:
-        made = kind()
-        made.__dict__.update(values)
-        return made
-
-    entry = given(TensorStorageMetadata, size=(4, 8), properties=given(Metadata))
-    place = given(Metadata, relative_path="__0_0.distcp", offset=0, length=9)
-    stored = {given(Metadata, fqn=key): place for key in ("a.weight", "common_state/shard_0_1")}
-    whole = given(Metadata, state_dict_metadata={"a.weight": entry}, storage_data=stored)
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        state = {"args": SimpleNamespace(num_layers=2), "iteration": 3}
-        file.writestr("archive/data.pkl", pickle.dumps([state], 2))
-    return (*(pickle.dumps(whole, protocol) for protocol in (2, 4)), archive.getvalue())
-
-
-def _pickle(data: bytes) -> None:
-    """A checkpoint's ``.metadata``, or the archive with its arguments."""
-    if data[:2] == b"PK":
-        read_saved(data, 1 << 20)
-        return
-    contents = read_contents(data)
-    for key, (shape, dtype) in contents.tensors.items():
-        if not isinstance(key, str) or not isinstance(dtype, str) or math.prod(shape) < 0:
-            raise Fault(f"{key!r} has the shape {shape!r}")
-    if any(name[:1] == "/" or least < 0 for name, least in contents.files.items()):
-        raise Fault(f"files {contents.files!r}")
-
-
-def _entries(described: Any) -> Any:
-    """Torch's entries with sizes as they were described; anything else as it is."""
-    from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
-
-    if not isinstance(described, dict):
-        return described
-    return {
-        key: TensorStorageMetadata(TensorProperties(), size, []) if "o" not in key else size
-        for key, size in described.items()
-    }
-
-
 def _bytes(value: Any) -> bytes:
     return json.dumps(value).encode()
 
@@ -354,7 +276,6 @@ def bare_targets() -> dict[str, Target]:
         Target("profile", (_bytes(profile),), _profile),
         Target("moe-costs", (costs.dump().encode(),), _moe_costs),
         Target("traces", (_trace_seed(),), _traces),
-        Target("pickle", _pickle_seeds(), _pickle),
         Target("flags", tuple(flag.encode() for flag in flags), _flags),
     ]
     return {target.name: target for target in found}
@@ -362,14 +283,7 @@ def bare_targets() -> dict[str, Target]:
 
 def torch_targets() -> dict[str, Target]:
     """Those whose readers import torch."""
-    args = {"pipeline_model_parallel_size": 2, "num_layers": 8, "hidden_size": 32}
-    tensors = {"decoder.layers.weight": [8, 32, 32], "optimizer.state.exp_avg": [3]}
-    mcore = {"decoder.layers.weight": {"nd_reformulated_orig_global_shape": [8, 1024]}}
-    seed = _bytes({"args": args, "tensors": tensors, "mcore": mcore})
-    return {
-        "checkpoint": Target("checkpoint", (seed,), _checkpoint),
-        "request": Target("request", (b"0.25", b"0.25,0.5"), _offload_request),
-    }
+    return {"request": Target("request", (b"0.25", b"0.25,0.5"), _offload_request)}
 
 
 def targets() -> dict[str, Target]:

@@ -14,7 +14,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,11 +41,6 @@ ACCIDENTS: dict[str, Callable[[], Any]] = {
     "raise": _raise,
     "memory": _memory,
     "hang": lambda: time.sleep(3600),
-}
-SAVING = {
-    "data": ("torch.distributed.checkpoint.filesystem", "_write_item"),
-    "metadata": ("torch.distributed.checkpoint", "FileSystemWriter.finish"),
-    "config": ("megatron.core.dist_checkpointing.serialization", "save_config"),
 }
 
 
@@ -81,21 +75,6 @@ def _injure(injury: dict[str, Any]) -> None:
     _before(Executor, "run", count)
     if at == "finalize":
         _before(pipeline, "_finalize", happen)
-    elif at in SAVING:
-        import importlib
-
-        module, path = SAVING[at]
-        owner: Any = importlib.import_module(module)
-        *parents, name = path.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        _before(owner, name, happen)
-        if at == "data":
-            # Megatron's writer has taken it by name.
-            async_writer: Any = sys.modules[
-                "megatron.core.dist_checkpointing.strategies.filesystem_async"
-            ]
-            async_writer._write_item = owner._write_item
     else:
         original = Watchdog.at
 

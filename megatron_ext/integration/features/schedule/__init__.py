@@ -97,8 +97,6 @@ class Schedule(Feature):
     def start(self, run: Run) -> Sequence[Callback]:
         if run.pipeline is None or run.request is None:
             return ()
-        # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
-        run.args.pp_placement = "vee" if run.request.vee else "loop"
         self._run, self._pipeline, self._name = run, run.pipeline, run.request.name
         return (self,)
 
