@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from .._input import parse_bytes
 from ..plan.gpu import GPUS, Gpu, gpu_of
 from ..plan.model import PlanError
 from .parser import Options, Parser
 
-EXCHANGE_RATE = Options(
-    {
-        "--exchange-bandwidth X": "measured rate, in bytes/s, at which a device's rows reach the "
-        "experts of other ranks, for example with DeepEP",
-    },
-    kinds={"--exchange-bandwidth": float},
-)
 _DEVICE = Options(
     {
         "--gpu GPU": f"{', '.join(GPUS)} (default H100), or FILE.json",
@@ -31,9 +23,15 @@ _DEVICE = Options(
         "--host-bandwidth X[,X2]": "bandwidth to the host, and back, bytes/s",
         "--peer-bandwidth X": "bandwidth in a node, bytes/s",
         "--network-bandwidth X": "between nodes, bytes/s each way",
+        "--exchange-bandwidth X": "measured rate, in bytes/s, at which a device's rows reach the "
+        "experts of other ranks, for example with DeepEP",
     },
     kinds=dict.fromkeys(
-        ("--gpu-flops", "--gpu-bandwidth", "--peer-bandwidth", "--network-bandwidth"), float
+        (
+            *("--gpu-flops", "--gpu-bandwidth", "--peer-bandwidth"),
+            *("--network-bandwidth", "--exchange-bandwidth"),
+        ),
+        float,
     ),
     defaults={"--gpu": "H100", "--reserve": "6GiB"},
 )
@@ -49,12 +47,7 @@ _MEASURED = Options(
 
 def declare(parser: Parser) -> None:
     """What describes the device and the budget."""
-    parser.declare("device and budget", _DEVICE, EXCHANGE_RATE, _MEASURED)
-
-
-def exchange_rates(args: argparse.Namespace) -> dict[str, Any]:
-    """Of all-to-alls, for ``Gpu.with_``."""
-    return {"devices_per_node": args.gpus_per_node, "exchange": args.exchange_bandwidth}
+    parser.declare("device and budget", _DEVICE, _MEASURED)
 
 
 def gpu(args: argparse.Namespace) -> Gpu:
@@ -80,7 +73,8 @@ def gpu(args: argparse.Namespace) -> Gpu:
         peer=args.peer_bandwidth,
         network=args.network_bandwidth,
         efficiency=args.efficiency,
-        **exchange_rates(args),
+        devices_per_node=args.gpus_per_node,
+        exchange=args.exchange_bandwidth,
     )
 
 

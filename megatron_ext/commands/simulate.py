@@ -1,4 +1,4 @@
-"""``simulate``: bubble, makespan and peak activation of a schedule; streams of an MoE layer."""
+"""``simulate``: bubble, makespan and peak activation of a schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from .._terminal import Progress
 from ..schedule.network import Network
 from .common import InputError, hint, offloads, schedule_of
-from .moe_layer import declare_layer, simulate_layer
 from .numbers import Shown, json_of, lines_of
 from .options import JITTER, NETWORK, declare_schedule
 from .parser import JSON, Parser
@@ -21,17 +20,13 @@ def declare(parser: Parser) -> None:
     declare_schedule(parser)
     NETWORK.declare(parser)
     parser.declare("robustness", JITTER)
-    declare_layer(parser)
     JSON.declare(parser)
     parser.set_defaults(run=_simulate)
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    if args.moe:
-        simulate_layer(args)
-        return
     if args.schedule is None:
-        raise InputError("the following arguments are required: --schedule (or --moe)")
+        raise InputError("the following arguments are required: --schedule")
     network, noise = network_of(args), jitter_of(args)
     started = time.perf_counter()
     with Progress("simulate") as progress:

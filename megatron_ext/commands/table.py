@@ -21,7 +21,7 @@ _LLAMA = (
 )
 COMMANDS = {
     "simulate": Command(
-        "simulate a schedule (bubble, makespan, peak), or an MoE layer with --moe",
+        "simulate a schedule (bubble, makespan, peak)",
         (
             "--schedule v-half --pp 4 --microbatches 8",
             "--schedule v-cap --memory-cap 0.6 --pp 8 --microbatches 32 --cost 1,1.1,0.8 "

@@ -49,7 +49,6 @@ BLOCK = ["--block", "v-half", "--pp", 2, "--microbatches", 4, "--output", "x.jso
         (["simulate", *options("zb-h1", 2, 2), "--exchange", "1"], "needs two times F,B"),
         (["simulate", *options("zb-h1", 2, 2), "--exchange", "2,0"], "costs of F and B contain it"),
         (["simulate", *FILE, *SENT, "--overlap"], "the order in FILE is fixed; leave --overlap"),
-        (["simulate", "--moe", "--overlap"], "--overlap is not for --moe; leave --overlap out"),
         (["schedule", *BLOCK, *SENT, "--overlap"], "--overlap is not for --block v-half"),
         (["show", "--block", "v-half", *SENT], "--exchange 0.3,0.4 is not for --block v-half"),
         (

@@ -91,7 +91,7 @@ def test_what_decides_and_is_not_known_is_named_everywhere(run, tmp_path, monkey
     monkeypatch.delenv("LAYERS", raising=False)
     path = tmp_path / "train.sh"
     path.write_text(f"python pretrain_gpt.py {FLAGS} --num-layers $LAYERS\n")
-    for command in ("plan --pp 4", "prove --show", "doctor", "simulate --moe"):
+    for command in ("plan --pp 4", "prove --show", "doctor"):
         status, _, err = run(*command.split(), "--from-args", path)
         assert status == 2 and err.count("\n") == 1, command
         assert "LAYERS is not set in the script" in err and "LAYERS=... megatron-ext" in err
