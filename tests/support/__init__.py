@@ -5,8 +5,7 @@ from pathlib import Path
 from tests.support import orders
 
 ROOT = Path(__file__).resolve().parents[2]
-# An order that CP-SAT found: megatron-ext schedule --schedule v-cap --memory-cap 0.625 --pp 4
-# --microbatches 8 --cost 1,0.98,0.74,0.05 --optimize 12 --output optimized.json
-OPTIMIZED = str(ROOT / "tests" / "support" / "optimized.json")
+# A schedule file: an order of v-cap at 0.625 of 1F1B's peak for unequal costs.
+ORDER_FILE = str(ROOT / "tests" / "support" / "order.json")
 
 orders.share()  # in every process of a test that imports anything from here

@@ -54,8 +54,6 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "patching": ({"releases"}, set()),
     "cli": (_ALL, set()),
     "launch": (_ALL, {"torch", "megatron"}),
-    # Only when an order is optimized.
-    "schedule/optimize_window.py": ({"_input", "schedule"}, {"ortools"}),
     # Only ever run as a program of its own.
     "commands/doctor/probe.py": (_ALL, {"torch", "megatron"}),
     "__main__": (_ALL, set()),

@@ -35,7 +35,7 @@ from megatron_ext.integration.feature import Run  # noqa: E402
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
 from megatron_ext.schedule import AUTO, generate, save  # noqa: E402
-from tests.support import OPTIMIZED  # noqa: E402
+from tests.support import ORDER_FILE  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
 
@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Under this cap and at these costs it is v-half that auto takes.
     "auto": {"pp": 4, "schedule": "auto", "chunks": 2, "cap": "0.75"},
     "auto-m3": {"pp": 4, "schedule": "auto", "chunks": 2, "cap": "0.75", "m": 3, "full_m": 8},
-    "file": {"pp": 4, "schedule": OPTIMIZED, "chunks": 2},
+    "file": {"pp": 4, "schedule": ORDER_FILE, "chunks": 2},
     "stock-m3": {"pp": 4, "m": 3},
     "v-half-m3": {"pp": 4, "schedule": "v-half", "chunks": 2, "m": 3},
     "interleaved-m3": {"pp": 4, "schedule": "interleaved", "chunks": 2, "m": 3},
@@ -71,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stock-forward-m3": {"pp": 4, "m": 3, "forward_only": True},
     "file-forward-m3": {
         "pp": 4,
-        "schedule": OPTIMIZED,
+        "schedule": ORDER_FILE,
         "chunks": 2,
         "m": 3,
         "file_m": 8,
