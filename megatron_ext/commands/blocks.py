@@ -83,7 +83,7 @@ def block_schedule(args: argparse.Namespace) -> Schedule:
 OF_BLOCKS = ("block", "pp", "microbatches", "chunks", "json")
 _OF_SCHEDULES = (
     *(*OF_BLOCKS, "cost", "hop", "stage_cost", "exchange", "output", "lowered", "optimize"),
-    *("jitter", "runs", "seed", "effort"),
+    "effort",
 )
 
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 from .._input import MOST_BYTES, flag_of, meant, shown
@@ -145,7 +144,6 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         args.group_size,
         objective=args.objective or "makespan",
         effort=effort,
-        jitter=getattr(args, "jitter", None) or Fraction(0),
         barriers=0 if args.vocabulary is None else args.vocabulary_barriers or 1,
         overlap=args.overlap,
         slices=slices,

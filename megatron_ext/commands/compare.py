@@ -21,14 +21,11 @@ from ..view.table import columns
 from .common import JSON, InputError, Options, Parser, memory_cap, offloads, output, refuse_large
 from .compared import asked_of, files_of, fitted, refuse_sizes
 from .numbers import Shown, json_of, page_of, table_of
-from .options import GROUPED, JITTER, NETWORK, SHAPE_OF_ALL, SIZES, declare_offload
-from .quality import jitter_of, percent, simulated
+from .options import GROUPED, SHAPE_OF_ALL, SIZES, declare_offload
+from .quality import percent, simulated
 from .results import (
     cost_json,
     costs_text,
-    network_json,
-    network_of,
-    network_text,
     short,
     units_text,
 )
@@ -41,8 +38,6 @@ def declare(parser: Parser) -> None:
     )  # fmt: skip
     parser.declare("pipeline", *SIZES, SHAPE_OF_ALL)
     declare_offload(parser)
-    NETWORK.declare(parser)
-    parser.declare("robustness", JITTER)
     Options(
         {"--output PAGE.html": "write the table and every timeline, fastest first, as a page"}
     ).declare(parser)
@@ -57,7 +52,6 @@ def _compare(args: argparse.Namespace) -> int:
     refuse_sizes(args)
     cuts = _cuts(args)
     asked = asked_of(cuts[0])
-    network, noise = network_of(args), jitter_of(args)
     rows: list[Shown] = []
     impossible: dict[str, str] = {}
     broken: list[str] = []
@@ -70,9 +64,9 @@ def _compare(args: argparse.Namespace) -> int:
         before = None
         if asked.offload is not None:
             before = max(simulate(found.schedule.compute()).peak_activation)
-        run, quality = simulated(found.schedule, args, network, noise)
+        run, gap = simulated(found.schedule, args)
         return Shown(
-            *(run, quality, seconds, offloads(args), before),
+            *(run, gap, seconds, offloads(args), before),
             over_cap=over_cap if asked.cap is not None else None,
         )
 
@@ -145,11 +139,9 @@ def _cuts(args: argparse.Namespace) -> list[argparse.Namespace]:
     return [argparse.Namespace(**{**vars(args), "slices": one}) for one in args.slices.split(",")]
 
 
-def _place(row: Shown, span: bool) -> tuple[bool, Fraction, Fraction]:
-    """What fits the cap first, by time, then by the mean under jitter where that was asked for."""
-    run, spread = row.run, row.quality.spread
-    time = run.span_bubble if span else run.makespan
-    return bool(row.over_cap), time, spread.mean if spread else Fraction(0)
+def _place(row: Shown, span: bool) -> tuple[bool, Fraction]:
+    """What fits the cap first, by time."""
+    return bool(row.over_cap), row.run.span_bubble if span else row.run.makespan
 
 
 def _json(
@@ -167,7 +159,6 @@ def _json(
         **({} if args.slices is None else {"slices": [int(n) for n in args.slices.split(",")]}),
         "cost": cost_json(asked.costs),
     }
-    head |= network_json(network_of(args))
     cap = memory_cap(args)
     if cap is not None:
         head["memory_cap"] = float(cap.share)
@@ -192,12 +183,8 @@ def _table(
         limit += f"; objective {args.objective}"
     if args.microbatch_cost is not None:
         limit += "; a cost for every microbatch"
-    limit += network_text(network_of(args))
-    noise = jitter_of(args)
     span = args.objective == "span"
     what = "the longest rank's span" if span else "the makespan"
-    if noise is not None:
-        limit += f"; pass times +- {percent(noise.spread)}, {noise.runs} runs, seed {noise.seed}"
     if offloads(args):
         limit += f"; offload {args.offload}, {args.offload_time} of F+B+W a way"
         if args.offload_transfer is not None:
@@ -221,8 +208,6 @@ def _table(
     ]
     if span:
         lines.append("span bubble: idle share of the longest rank's span, first to last pass")
-    if noise is not None:
-        lines.append("with jitter: the mean makespan under random pass times")
     if asked.costs.exchange:
         lines.append("hidden: of the exchange behind computation")
     if args.reorder_microbatches:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..schedule import Simulation
 from ..schedule.costs import number_to_json
 from ..view import page, timeline
-from .quality import Quality, percent
+from .quality import Gap, percent
 from .results import cost_json, per_rank
 from .results import short as short
 
@@ -24,7 +24,8 @@ class Shown:
     """One schedule's run, with what was asked of it.
 
     Attributes:
-        run, quality: of the schedule.
+        run: of the schedule.
+        gap: to the bound; None without backward passes.
         seconds: to make it, or to read a file.
         offloads: offload was asked for, even if no set leaves.
         before: the highest peak without offload, in microbatches; None: not asked for.
@@ -32,7 +33,7 @@ class Shown:
     """
 
     run: Simulation
-    quality: Quality
+    gap: Gap | None
     seconds: float = 0.0
     offloads: bool = False
     before: Fraction | None = None
@@ -82,7 +83,7 @@ def _share(x: Fraction) -> str:
 
 
 def _above(s: Shown) -> str:
-    return "-" if s.quality.gap is None else _share(s.quality.gap.above)
+    return "-" if s.gap is None else _share(s.gap.above)
 
 
 def _hidden(s: Shown) -> str:
@@ -113,7 +114,7 @@ def _saved(s: Shown) -> str:
 
 
 def _bounded(s: Shown) -> bool:
-    return s.quality.gap is not None
+    return s.gap is not None
 
 
 def _exchanges(s: Shown) -> bool:
@@ -208,20 +209,14 @@ NUMBERS: dict[str, Number] = {
         lambda s: round(s.seconds, 6), label="generated in", text=lambda s: f"{s.seconds:.3f} s"
     ),
     "lower_bound": Number(
-        lambda s: s.quality.json["lower_bound"],
+        lambda s: s.gap and number_to_json(s.gap.bound),
         label="bound",
-        text=lambda s: s.quality.gap.text if s.quality.gap else "",
+        text=lambda s: s.gap.text if s.gap else "",
         there=_bounded,
     ),
-    "bound_kind": Number(lambda s: s.quality.json["bound_kind"], there=_bounded),
-    "above_bound": Number(lambda s: s.quality.json["above_bound"], there=_bounded),
+    "bound_kind": Number(lambda s: s.gap and s.gap.kind, there=_bounded),
+    "above_bound": Number(lambda s: s.gap and number_to_json(s.gap.above), there=_bounded),
     "above bound": Number(head="above bound", cell=_above),
-    "makespan_quantiles": Number(
-        lambda s: s.quality.json["makespan_quantiles"],
-        *("with jitter", lambda s: short(s.quality.spread.mean) if s.quality.spread else ""),
-        *("jitter", lambda s: s.quality.jitter_text),
-        there=lambda s: s.quality.spread is not None,
-    ),
     "peak_host_activation": Number(
         lambda s: _each(s.run.peak_host_activation),
         *("host peak", lambda s: short(s.host_peak)),
@@ -257,10 +252,10 @@ _OFFLOAD = ("peak_activation_without_offload", "peak_host_activation", "offloade
 COLUMNS = (
     *("schedule", "chunks", "slices", "bubble", "span_bubble", "makespan", "above bound"),
     "saved_by_order",
-    *("makespan_quantiles", *_MEMORY, *_OFFLOAD, "offload_stall", "hidden_exchange"),
+    *(*_MEMORY, *_OFFLOAD, "offload_stall", "hidden_exchange"),
 )
 LINES = (
-    *("makespan", "lower_bound", "makespan_quantiles", "bubble", "span_bubble"),
+    *("makespan", "lower_bound", "bubble", "span_bubble"),
     *("peak_activation_vs_1f1b", "peak_activation", "microbatch_order", "exchange"),
     *(
         "peak_vocabulary_microbatches",

@@ -11,9 +11,7 @@ from ..schedule import AUTO, NAMES
 from ..schedule.generators import MOST_EFFORT
 from ..schedule.generators.blocks import PERIODIC
 from ..schedule.generators.registry import takers as takers
-from ..schedule.jitter import MOST, RUNS
 from ..schedule.link import DEFAULT_POLICY, POLICIES
-from ..schedule.network import STREAMS
 from .parser import Options, Parser, positive
 
 KNOWN = (*NAMES, AUTO)
@@ -177,27 +175,6 @@ OFFLOAD = Options(
     kinds={"--offload-transfer": tuple(POLICIES)},
     needs=dict.fromkeys(("--offload-time", "--offload-transfer"), "--offload"),
     words={"--offload": ("auto", "half", "full", "off")},
-)
-NETWORK = Options(
-    {
-        "--p2p": "message streams: one per message (ideal, the default), per direction between two "
-        "ranks (edge), per two ranks (pair), or per rank (rank)",
-        "--queue": "one hardware queue per rank, as with CUDA_DEVICE_MAX_CONNECTIONS=1; with --p2p",
-    },
-    kinds={"--p2p": ("ideal", *STREAMS), "--queue": (1,)},
-    defaults={"--p2p": "ideal"},
-)
-JITTER = Options(
-    {
-        "--jitter X": "add the makespan under random pass times, lognormal around their costs "
-        "with relative standard deviation X, such as 0.1; auto then prefers, among equally fast "
-        "schedules, the one with the smallest mean, and `schedule` writes an order that is as fast "
-        "with a smaller mean",
-        "--runs N": f"number of random runs (default {RUNS})",
-        "--seed S": "seed of the random pass times (default 0)",
-    },
-    kinds={"--jitter": within(MOST, str(MOST), ", such as 0.1"), "--runs": positive, "--seed": int},
-    needs={"--runs": "--jitter", "--seed": "--jitter"},
 )
 
 

@@ -8,13 +8,10 @@ from ..plan import collectives, launches, memory, moe_times, slices, times
 from ..plan.divisions import RULES
 from ..plan.space import SearchSpace
 from .plan_options import pair_assumptions
-from .results import network_text
 
 
 def assumptions(space: SearchSpace, notes: Sequence[str], several: bool) -> list[str]:
     """All that an answer assumes, ``notes`` first; the rules for sizes if there are several."""
-    ways = network_text(space.network).removeprefix("; ")
-    notes = [*([f"messages: {ways}"] if ways else []), *notes]
     measured = [] if not space.profiles else ["times and rates: measured, from the profile"]
     job = space.job
     experts: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .._input import shown
 from ..plan.point import Point
 from ..plan.slices import attention_share
-from ..schedule import ScheduleError, ScheduleSpec, select, simulate_messages
+from ..schedule import ScheduleError, ScheduleSpec, select, simulate
 from ..schedule.costs import number_to_json
 from ..schedule.units import shares_of
 from .parser import Options
@@ -88,11 +88,10 @@ def of_points(text: str, points: Sequence[Point]) -> list[Lengths]:
 
 def _lengths(point: Point, spec: ScheduleSpec) -> Lengths | None:
     """None: the schedule takes equal microbatches only."""
-    network, beside = point.workload.network, point.iteration_us - point.makespan_us
+    beside = point.iteration_us - point.makespan_us
     try:
         runs = [
-            simulate_messages(select(replace(spec, reorder=reorder)).schedule, network)
-            for reorder in (False, True)
+            simulate(select(replace(spec, reorder=reorder)).schedule) for reorder in (False, True)
         ]
     except ScheduleError:
         return None

@@ -22,7 +22,6 @@ from .plan_options import (
     post_validation_json,
     whole_vocabulary,
 )
-from .results import network_json
 
 
 def report_json(
@@ -48,7 +47,6 @@ def report_json(
     data: dict[str, Any] = {
         "pp": shown.spec.pp,
         "gpu": gpu.name,
-        **network_json(space.network),
         "memory_cap_bytes": result.budget,
         "host_cap_bytes": result.host_budget,
         "front": [point_json(point, gpu) for point in result.front],

@@ -14,16 +14,15 @@ from ..plan.profile import Profile
 from ..plan.slices import NUMBERS, refusal
 from ..plan.space import SearchSpace
 from ..plan.stock import of_stock
-from .options import NETWORK, SEARCHED
+from .options import SEARCHED
 from .parser import Parser
 from .plan_conflicts import OFFLOAD, allowed, schedules
 from .plan_given import Given
-from .results import network_of
 
 
 def declare(parser: Parser) -> None:
     """What is searched."""
-    parser.declare("what is searched", SEARCHED, NETWORK)
+    parser.declare("what is searched", SEARCHED)
 
 
 def spaces(
@@ -96,7 +95,6 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
         args.offload_transfer,
         not args.no_balance,
         _profiles(args, job),
-        network_of(args),
         always_offload=args.offload in OFFLOAD,
         vocabulary=args.shard_vocabulary == "auto" and vocabulary,
         full_recompute=args.cheap_recompute in (None, "auto")
@@ -114,7 +112,7 @@ def _slices(args: argparse.Namespace, job: Job, own: Given) -> tuple[int, ...]:
     Raises:
         PlanError: some are asked for, but training cuts no sequences of this job.
     """
-    if args.slices == "off" or network_of(args) is not None or args.profile:
+    if args.slices == "off" or args.profile:
         return ()
     why = refusal(own.arguments, job)
     if args.slices in (None, "auto"):

@@ -1,21 +1,17 @@
-"""How good a simulated schedule is: beside the best known bound, and under random pass times."""
+"""How good a simulated schedule is, compared with the best known bound."""
 
 from __future__ import annotations
 
 import argparse
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..schedule.bounds import lower_bound
-from ..schedule.costs import number_to_json
-from ..schedule.generators import MOST_SECONDS, generated_by
-from ..schedule.jitter import RUNS, Spread, jitter
+from ..schedule.generators import generated_by
 from ..schedule.memory_cap import Cap
-from ..schedule.network import Network
-from ..schedule.passes.lower import lower
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation, simulate
-from .common import InputError, memory_cap
+from .common import memory_cap
 from .results import short
 
 
@@ -37,15 +33,6 @@ class Gap(NamedTuple):
     peak: Fraction | None
     fused: bool
     span: bool
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The fields of a schedule."""
-        return {
-            "lower_bound": number_to_json(self.bound),
-            "bound_kind": self.kind,
-            "above_bound": number_to_json(self.above),
-        }
 
     @property
     def text(self) -> str:
@@ -97,97 +84,15 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
     return Gap(bound, kind, time / bound - 1, peak, fused, span)
 
 
-_PASS_SECONDS = 3e-6  # of a pass of a random run, measured
-
-
-class Jitter(NamedTuple):
-    """What ``--jitter``, ``--runs`` and ``--seed`` ask for."""
-
-    spread: Fraction
-    runs: int
-    seed: int
-
-    def of(self, schedule: Schedule, network: Network | None) -> Spread:
-        """Makespans of ``schedule``, lowered if there is a network."""
-        return jitter(schedule, self.spread, self.runs, self.seed, network)
-
-    def refuse_many(self, schedule: Schedule) -> None:
-        """Before runs that would take minutes."""
-        passes = sum(len(row) for row in schedule.ranks)
-        seconds = self.runs * passes * _PASS_SECONDS
-        if seconds > MOST_SECONDS:
-            raise InputError(
-                f"{self.runs} random runs of {passes} passes would take about {seconds:.2g} s, "
-                f"and more than {MOST_SECONDS} s are not begun; give fewer --runs"
-            )
-
-    def json(self, spread: Spread) -> dict[str, Any]:
-        """The field of a schedule."""
-        times = {name: float(value) for name, value in spread._asdict().items() if name != "exact"}
-        asked = {"jitter": float(self.spread), "runs": self.runs, "seed": self.seed}
-        return {"makespan_quantiles": {**asked, **times, "ratio": float(spread.ratio)}}
-
-    def text(self, spread: Spread) -> str:
-        """A line for people."""
-        return (
-            f"mean {short(spread.mean)} ({percent(spread.ratio - 1)} longer), median "
-            f"{short(spread.median)}, 95 % within {short(spread.p95)}, worst "
-            f"{short(spread.worst)}; pass times +- {percent(self.spread)}, {self.runs} runs, "
-            f"seed {self.seed}"
-        )
-
-
-def jitter_of(args: argparse.Namespace) -> Jitter | None:
-    """What the options ask for; None without ``--jitter``."""
-    return None if args.jitter is None else Jitter(args.jitter, args.runs or RUNS, args.seed or 0)
-
-
-class Quality(NamedTuple):
-    """How good a schedule is.
-
-    Attributes:
-        gap: to the bound; None without backward passes.
-        noise: what was asked for; None if nothing was.
-        spread: the makespan under random pass times; None if that was not asked for.
-    """
-
-    gap: Gap | None
-    noise: Jitter | None
-    spread: Spread | None
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The fields of a schedule."""
-        fields = {} if self.gap is None else self.gap.json
-        if self.noise is not None and self.spread is not None:
-            fields |= self.noise.json(self.spread)
-        return fields
-
-    @property
-    def jitter_text(self) -> str:
-        """A line for people; empty without random runs."""
-        noisy = self.noise is not None and self.spread is not None
-        return self.noise.text(self.spread) if noisy else ""  # type: ignore[union-attr, arg-type]
-
-
-def simulated(
-    schedule: Schedule, args: argparse.Namespace, network: Network | None, noise: Jitter | None
-) -> tuple[Simulation, Quality]:
+def simulated(schedule: Schedule, args: argparse.Namespace) -> tuple[Simulation, Gap | None]:
     """Run ``schedule``, and compare it with the best at the cap and by the objective asked for.
 
     Raises:
-        InputError: more random runs are asked for than end soon.
         BrokenGenerator: the order cannot run.
     """
-    if noise is not None:
-        noise.refuse_many(schedule)
     with generated_by(schedule.name):
-        if network is not None and not schedule.is_lowered:
-            schedule = lower(schedule)
-        simulation = simulate(schedule, network=network)
-    gap = gap_of(simulation, memory_cap(args), args.objective)
-    spread = None if noise is None else noise.of(schedule, network)
-    return simulation, Quality(gap, noise, spread)
+        simulation = simulate(schedule)
+    return simulation, gap_of(simulation, memory_cap(args), args.objective)
 
 
 def percent(share: Fraction) -> str:

@@ -1,16 +1,13 @@
-"""Formats of numbers, costs, units and message streams, for people and for JSON."""
+"""Formats of numbers, costs and units, for people and for JSON."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from ..schedule import Costs, Schedule
-from ..schedule.network import Network
 from ..view import timeline
-from .parser import InputError
 
 
 def short(value: Fraction) -> str:
@@ -44,32 +41,3 @@ def units_text(schedule: Schedule) -> str:
     """For people, behind the number of microbatches."""
     each = ", costs of each" if schedule.costs.units is not None else ""
     return timeline.slices_text(schedule, ", slices ") + each
-
-
-def network_of(args: argparse.Namespace) -> Network | None:
-    """What ``--p2p`` and ``--queue`` ask for; None for ideal messages.
-
-    Raises:
-        InputError: a queue of ideal messages.
-    """
-    if args.p2p != "ideal":
-        return Network(args.p2p, args.queue == 1)
-    if args.queue is not None:
-        raise InputError("--queue 1 is a queue of messages in streams; give --p2p edge, pair, rank")
-    return None
-
-
-def network_json(network: Network | None) -> dict[str, Any]:
-    """``p2p`` and ``queue``, if messages wait for each other."""
-    if network is None:
-        return {}
-    return {"p2p": network.streams, **({"queue": 1} if network.queue else {})}
-
-
-def network_text(network: Network | None) -> str:
-    """For people, behind the costs."""
-    if network is None:
-        return ""
-    own = {"edge": "each direction between two ranks", "pair": "two ranks", "rank": "each rank"}
-    queue = ", one hardware queue a rank" if network.queue else ""
-    return f"; one message stream for {own[network.streams]}{queue}"

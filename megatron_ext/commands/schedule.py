@@ -8,7 +8,6 @@ import time
 
 from .._terminal import Progress
 from ..schedule import lower, save
-from ..schedule.generators import steadier
 from .blocks import block_schedule
 from .common import (
     JSON,
@@ -20,14 +19,13 @@ from .common import (
     output,
     schedule_of,
 )
-from .numbers import Shown, json_of, short
-from .options import JITTER, block, declare_schedule
-from .quality import jitter_of, simulated
+from .numbers import Shown, json_of
+from .options import block, declare_schedule
+from .quality import simulated
 
 
 def declare(parser: Parser) -> None:
     declare_schedule(parser)
-    parser.declare("robustness", JITTER)
     block("the schedule of a building block, squeezed and reordered").declare(parser)
     _OWN.declare(parser)
     parser.set_defaults(run=_write_schedule)
@@ -59,28 +57,18 @@ def _write_schedule(args: argparse.Namespace) -> None:
         )
     if (args.schedule is None) == (args.block is None):
         raise InputError("give either --schedule NAME or --block NAME, or a file of either")
-    noise = jitter_of(args)
     started = time.perf_counter()
     with Progress("schedule") as progress:
         progress(f"making {args.schedule or args.block}")
         schedule = schedule_of(args) if args.block is None else block_schedule(args)
-        before = schedule
-        if noise is not None and args.objective in (None, "makespan"):
-            progress(f"comparing orders of {schedule.name} under jitter")
-            schedule = steadier(schedule, noise.spread, args.effort)
-        mean = None if noise is None or schedule is before else noise.of(before, None).mean
         schedule = lower(schedule) if args.lowered else schedule.compute()
     taken = time.perf_counter() - started
     with output(args.output) as path:
         save(schedule, path)
     if args.json:
-        simulation, quality = simulated(schedule, args, None, noise)
-        data = json_of(Shown(simulation, quality, taken, offloads(args)))
-        data |= {"output": args.output}
-        if mean is not None:
-            after = data["makespan_quantiles"]["mean"]
-            data["steadier"] = {"before": float(mean), "after": after}
-        print(json.dumps(data))
+        simulation, gap = simulated(schedule, args)
+        shown = Shown(simulation, gap, taken, offloads(args))
+        print(json.dumps({**json_of(shown), "output": args.output}))
         return
     actions = sum(len(row) for row in schedule.ranks)
     print(f"{args.output}: {schedule.name}, pp {schedule.pp}, {actions} actions")
@@ -88,6 +76,3 @@ def _write_schedule(args: argparse.Namespace) -> None:
     for note in (schedule.note, order, hint(args)):
         if note:
             print(f"  {note}")
-    if noise is not None:
-        found = "no steadier order found" if mean is None else f"mean {short(mean)} before"
-        print(f"  jitter: {found}; {noise.text(noise.of(schedule, None))}")

@@ -7,19 +7,16 @@ import json
 import time
 
 from .._terminal import Progress
-from ..schedule.network import Network
 from .common import InputError, hint, offloads, schedule_of
 from .numbers import Shown, json_of, lines_of
-from .options import JITTER, NETWORK, declare_schedule
+from .options import declare_schedule
 from .parser import JSON, Parser
-from .quality import jitter_of, simulated
-from .results import costs_text, network_json, network_of, network_text, units_text
+from .quality import simulated
+from .results import costs_text, units_text
 
 
 def declare(parser: Parser) -> None:
     declare_schedule(parser)
-    NETWORK.declare(parser)
-    parser.declare("robustness", JITTER)
     JSON.declare(parser)
     parser.set_defaults(run=_simulate)
 
@@ -27,32 +24,30 @@ def declare(parser: Parser) -> None:
 def _simulate(args: argparse.Namespace) -> None:
     if args.schedule is None:
         raise InputError("the following arguments are required: --schedule")
-    network, noise = network_of(args), jitter_of(args)
     started = time.perf_counter()
     with Progress("simulate") as progress:
         progress(f"making {args.schedule}")
         schedule = schedule_of(args)
         seconds = time.perf_counter() - started
-        runs = "" if noise is None else f", {noise.runs} runs"
-        progress(f"simulating {schedule.name}{runs}")
-        simulation, quality = simulated(schedule, args, network, noise)
-    shown = Shown(simulation, quality, seconds, offloads(args))
+        progress(f"simulating {schedule.name}")
+        simulation, gap = simulated(schedule, args)
+    shown = Shown(simulation, gap, seconds, offloads(args))
     if args.json:
-        print(json.dumps({**json_of(shown), **network_json(network)}))
+        print(json.dumps(json_of(shown)))
     else:
-        print(_text(shown, network))
+        print(_text(shown))
         if hint(args):
             print(f"  note             {hint(args)}")
 
 
-def _text(shown: Shown, network: Network | None) -> str:
+def _text(shown: Shown) -> str:
     schedule = shown.run.schedule
     why = "note" if shown.run.transfers else "chosen because"
     return "\n".join(
         [
             f"{schedule.name}: pp {schedule.pp}, chunks {schedule.chunks}, "
             f"microbatches {schedule.microbatches}{units_text(schedule)}; "
-            f"{costs_text(schedule.costs)}{network_text(network)}",
+            f"{costs_text(schedule.costs)}",
             *lines_of(shown),
             *([f"  {why:<17}{schedule.note}"] if schedule.note else []),
         ]

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..schedule import Schedule, ScheduleSpec, select, simulate_messages
+from ..schedule import Schedule, ScheduleSpec, select, simulate
 from ..schedule.costs import number_to_json
 from ..schedule.generators import Objective, default_effort
 from ..schedule.memory_cap import ShareCap
@@ -109,8 +109,7 @@ class Point:
         if not self.is_pipeline or self.spec.slices or spec == self.spec:
             return self.makespan_us
         made = select(spec).schedule
-        work = self.workload
-        return simulate_messages(made, work.network, work.costs).makespan
+        return simulate(made, self.workload.costs).makespan
 
     def simulate_arguments(self, stage_file: str) -> list[str]:
         """Of ``megatron-ext simulate``, which gives the same numbers.
@@ -134,8 +133,7 @@ class Point:
             words += ["--vocabulary", ",".join(times)]
         if spec.effort != default_effort():
             words += ["--effort", f"{spec.effort:g}"]
-        network = self.workload.network
-        return words if network is None else words + network.words
+        return words
 
     def flags(self, file: str | None = None, *, ours: bool = True) -> list[str]:
         """Of training: ours, and Megatron's own that the point needs.
@@ -224,7 +222,7 @@ def evaluate(spec: ScheduleSpec, workload: Workload) -> Point:
         ValueError: the schedule does not exist for these numbers, or nothing keeps its cap.
     """
     found = select(spec)
-    run = simulate_messages(found.schedule, workload.network)
+    run = simulate(found.schedule)
     return Point(
         found.spec,
         workload,

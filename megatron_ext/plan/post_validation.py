@@ -129,7 +129,7 @@ def with_post_validation(point: Point) -> PostValidationEstimate:
         doubt = usual.states.total + copied + kept + MESSAGES * message_bytes(job)
         copies.append(copied)
         peaks.append(max(usual.total, doubt))
-    steady = steady_time(lowered, network=work.network)
+    steady = steady_time(lowered)
     return PostValidationEstimate(steady, tuple(copies), tuple(peaks))
 
 

@@ -14,7 +14,6 @@ from ..schedule import (
     Schedule,
     ScheduleSpec,
 )
-from ..schedule.network import Network
 from .balance import balanced
 from .collectives import NO_OVERLAP, Overlap
 from .gpu import Gpu
@@ -50,7 +49,6 @@ class SearchSpace:
         policy: how sets travel.
         balance: layouts other than Megatron's even one may be proposed.
         profiles: measured, by (microbatch size, cheap recompute).
-        network: how messages wait for each other; None: not at all.
         always_offload: every point has an offload of ``offload``; False: where it is of use.
         vocabulary: try the vocabulary in one piece and sharded, as far as the job allows.
         full_recompute: try full recompute too, where the job has none of its own.
@@ -70,7 +68,6 @@ class SearchSpace:
     policy: str = "single"
     balance: bool = True
     profiles: dict[tuple[int, bool], Profile] = field(default_factory=dict)
-    network: Network | None = None
     always_offload: bool = False
     vocabulary: bool = False
     full_recompute: bool = False
@@ -160,7 +157,7 @@ class SearchSpace:
             by_name = by_name._replace(costs=with_exchange(by_name.costs, shares, self.pp))
         return Workload(
             *(job, microbatches, split, costs, tuple(stages), by_name),
-            *(self.gpu, self.overlap, self.network),
+            *(self.gpu, self.overlap),
         )
 
     def splits(self, job: Job, order: Schedule, peaks: Sequence[int]) -> list[Split]:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from ..schedule import Costs, Placement, Schedule
 from ..schedule.costs import number_to_json
-from ..schedule.network import Network
 from .collectives import ATTENTION, Links, Overhead, Overlap, overhead
 from .gpu import Gpu
 from .layout import Split
@@ -42,7 +41,6 @@ class Workload:
         by_name: how training comes to these costs.
         gpu: the device.
         overlap: which data-parallel exchange passes hide.
-        network: how messages wait for each other; None: not at all.
     """
 
     job: Job
@@ -53,7 +51,6 @@ class Workload:
     by_name: ByName
     gpu: Gpu
     overlap: Overlap
-    network: Network | None = None
 
     def ranks(self, schedule: Schedule) -> list[RankBytes]:
         """Every rank's bytes at its peak under ``schedule``."""

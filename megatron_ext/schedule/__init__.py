@@ -7,7 +7,7 @@ from .io import load, save
 from .link import Link
 from .named import CapExceeded, Selected
 from .passes.check import CheckReport, check
-from .passes.lower import lower, simulate_messages
+from .passes.lower import lower
 from .passes.offload import OffloadPlan
 from .passes.offload import offload as offload_pass
 from .placement import Placement
@@ -47,5 +47,4 @@ __all__ = [
     "select",
     "save",
     "simulate",
-    "simulate_messages",
 ]

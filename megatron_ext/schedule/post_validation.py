@@ -16,7 +16,6 @@ from fractions import Fraction
 from .actions import Action, AnyAction, Op, Operation
 from .effects import CARRIED, given
 from .event_loop import Lane, Program, Row, run
-from .network import Network
 from .placement import Placement
 from .schedule import Schedule, ScheduleError
 from .simulate import Replay, simulate
@@ -168,17 +167,16 @@ def check_post_validation(schedule: Schedule) -> None:
 _ROUNDS = 8
 
 
-def steady_time(schedule: Schedule, network: Network | None = None) -> Fraction:
+def steady_time(schedule: Schedule) -> Fraction:
     """Steady-state iteration time, where the next iteration begins before all ranks have ended one.
 
     Every rank runs its list over and over, as early as the passes' inputs allow. PREFIX waits for
     the rank before, VALIDATE for the rank behind, and behind VALIDATE a rank waits for all others:
     Megatron reduces over all ranks there what it logs. The optimizer's own work takes no time. What
-    copies of offloaded sets and streams of messages delay one iteration by (``simulate``) is added.
+    copies of offloaded sets delay one iteration by (``simulate``) is added.
 
     Args:
         schedule: lowered, with post-validation.
-        network: how messages wait for each other; None: not at all.
 
     Returns:
         In the units of the costs; the mean of the later half of 8 iterations.
@@ -232,9 +230,9 @@ def steady_time(schedule: Schedule, network: Network | None = None) -> Fraction:
         begin, end = (done.ends[lane.gives[0] + j + turn * m] for turn in (first, _ROUNDS - 1))
         taken.append(end - begin)
     time = Fraction(max(taken), durations.scale * (_ROUNDS - 1 - first))
-    if network is not None or schedule.has_offload:
+    if schedule.has_offload:
         alone = simulate(schedule.compute())
-        time += simulate(schedule, network=network).makespan - alone.makespan
+        time += simulate(schedule).makespan - alone.makespan
     return time
 
 

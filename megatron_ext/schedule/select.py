@@ -12,7 +12,6 @@ from fractions import Fraction
 from .generators import GENERATORS, NAMES, check_sizes
 from .generators.blocks import PERIODIC
 from .generators.lengths import arrangements
-from .jitter import jitter
 from .memory_cap import Cap, ShareCap, cap_sets, number_text
 from .named import CapExceeded, Selected, least_time, named
 from .schedule import Arrangement, whole_only
@@ -73,13 +72,10 @@ def select(spec: ScheduleSpec) -> Selected:
 
 def _refuse_beside_units(spec: ScheduleSpec) -> None:
     exchange = spec.costs.exchange is not None
-    for what, asked in (
-        ("communication of experts in the costs", spec.overlap or exchange),
-        ("a jitter of pass times", bool(spec.jitter)),
-    ):
-        if asked:
-            units = sum(spec.slices) or spec.microbatches
-            raise whole_only(what, spec.name, units, spec.microbatches)
+    if spec.overlap or exchange:
+        units = sum(spec.slices) or spec.microbatches
+        what = "communication of experts in the costs"
+        raise whole_only(what, spec.name, units, spec.microbatches)
 
 
 def _rearranged(spec: ScheduleSpec) -> Selected:
@@ -160,16 +156,8 @@ def _auto(spec: ScheduleSpec, cap: Cap) -> Selected:
             least.selected,
             cap,
         )
-    best = _steadiest(spec, sorted(found, key=lambda one: one.place))
+    best = min(found, key=lambda one: one.place)
     return replace(best, schedule=replace(best.schedule, note=_why(spec, cap, best, found, missed)))
-
-
-def _steadiest(spec: ScheduleSpec, found: Sequence[Selected]) -> Selected:
-    """The first of ``found``, by place, or of those as fast the best under jitter."""
-    equal = [one for one in found if one.time == found[0].time]
-    if len(equal) == 1 or not spec.jitter:
-        return found[0]
-    return min(equal, key=lambda one: jitter(one.schedule, spec.jitter).mean)
 
 
 def _by_bound(spec: ScheduleSpec, failed: list[ValueError]) -> list[tuple[Fraction, str]]:
@@ -209,8 +197,7 @@ def _why(
     if others and spec.offload is None:
         second = min(others, key=lambda one: one.time)
         more = second.time / best.time - 1
-        equal = "as fast, but less robust" if spec.jitter else "as fast, but less simple"
-        how = equal if not more else f"{float(more):.1%} slower"
+        how = "as fast, but less simple" if not more else f"{float(more):.1%} slower"
         parts.append(f"next is {second.schedule.name}, {how}")
     if missed:
         even = "" if spec.offload is None else " even so"

@@ -13,7 +13,6 @@ from .costs import Costs, Durations
 from .effects import curve, peak_host_sets, step
 from .event_loop import KIND, Node, Program, RepeatedError, Row, Run, run
 from .link import Link, LinkTimes
-from .network import Network, NetworkProgram
 from .schedule import Schedule, ScheduleError
 from .tasks import sources
 from .vocabulary import peak_held
@@ -167,9 +166,7 @@ class Simulation:
                     yield (start if change > 0 else end), change
 
 
-def simulate(
-    schedule: Schedule, costs: Costs | None = None, network: Network | None = None
-) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Run ``schedule`` as early as its order and its data dependencies allow.
 
     A rank runs one pass at a time in the given order. F of stage s waits for F of stage s-1,
@@ -177,17 +174,15 @@ def simulate(
     one hop. A joint action waits for the inputs of both its passes; how long it takes, see
     ``Durations.joint``. Linear in the number of actions.
 
-    Communication actions are ignored, as if each message had a way of its own; with ``network``
-    they run in streams (see ``network``), and a message takes one hop once both ends have come.
+    Communication actions are ignored, as if each message had a way of its own.
 
     Offloaded sets travel beside the passes. A rank's computation reaches its offload actions when
     the pass before them has ended; a copy can start when it does, and when its link is free (see
     ``Link.uses``). RELEASE waits for the end of its OFFLOAD's copy, B for that of its RELOAD's.
 
     Args:
-        schedule: lowered, or without ``network`` also not; assumed complete (see ``check``).
+        schedule: lowered or not; assumed complete (see ``check``).
         costs: default ``schedule.costs``.
-        network: how messages wait for each other; None: not at all.
 
     Raises:
         ScheduleError: the order cannot progress, or holds an action twice.
@@ -195,13 +190,13 @@ def simulate(
     """
     compute = schedule.compute()
     durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
-    replay = Replay(schedule, durations, network, costs)
+    replay = Replay(schedule, durations, costs)
     durations = replay.durations
     done, copies = replay.run()
     start, end = _times(replay, done)
     transfers = None
     if replay.link is not None:
-        alone = Replay(_without_copies(schedule), durations, network)
+        alone = Replay(_without_copies(schedule), durations)
         stall = _last(end) - _last(_times(alone, alone.run()[0])[1])
         transfers = _transfers(replay, done, copies, Fraction(stall, durations.scale))
     last = _last(end)
@@ -234,7 +229,6 @@ class Replay:
     Args:
         schedule: as for ``simulate``.
         durations: of the passes and hops.
-        network: how messages wait for each other; None: not at all.
         costs: whose shares the units take; None: the schedule's.
 
     Attributes:
@@ -244,8 +238,7 @@ class Replay:
         rows: nodes of the actions of ``plain``.
 
     Raises:
-        ScheduleError: a RELEASE without its OFFLOAD, sets that travel without a link, or messages
-            that are not in the lists.
+        ScheduleError: a RELEASE without its OFFLOAD, or sets that travel without a link.
         ValueError: the link is for another number of ranks.
     """
 
@@ -253,14 +246,10 @@ class Replay:
         self,
         schedule: Schedule,
         durations: Durations,
-        network: Network | None = None,
         costs: Costs | None = None,
     ) -> None:
         if schedule.has_pairs:
             schedule.require_whole("an order with passes in pairs")
-        if network is not None and not schedule.is_lowered and schedule.pp > 1:
-            raise ScheduleError("messages are simulated from lowered lists; lower the schedule")
-        self._lists, self._network = schedule.ranks, network
         self._link_times: LinkTimes | None = None
         self.link: Link | None = None
         if schedule.has_offload:
@@ -272,14 +261,13 @@ class Replay:
         self.durations = durations
         self.plain = schedule.compute() if self.link is None else schedule.unlowered()
         found = (part.microbatch for row in self.plain.ranks for a in row for part in a.parts)
-        kind = Program if network is None else NetworkProgram
         most = 1 + max(found, default=0)
         units = None
         if schedule.slices or (costs or schedule.costs).units is not None:
             units, whole = schedule.unit_costs(costs)
             # Passes are products of their durations and the units' shares.
             self.durations = durations = durations.of_units(whole)
-        self.program = kind(schedule.placement, durations, most, schedule.vocabulary, units)
+        self.program = Program(schedule.placement, durations, most, schedule.vocabulary, units)
         self.rows: list[Row] = []
         for rank, row in enumerate(self.plain.ranks):
             try:
@@ -288,47 +276,34 @@ class Replay:
             except ValueError as error:
                 raise ScheduleError(f"rank {rank}: {error}") from None
 
-    def run(self, rows: list[Row] | None = None) -> tuple[Run, list[list[Copy]]]:
+    def run(self) -> tuple[Run, list[list[Copy]]]:
         """What the event loop comes to, and the copies of every rank.
-
-        Args:
-            rows: ``rows`` with other durations; default ``rows``.
 
         Raises:
             ScheduleError: as ``simulate``.
         """
-        plain, program, network = self.plain, self.program, self._network
-        every = rows = self.rows if rows is None else rows
-        if network is not None:
-            assert isinstance(program, NetworkProgram)
-            every = program.with_messages(self._lists, rows, network)
-        beside = program.collectives()
+        plain, program = self.plain, self.program
         copies, slots = None, program.pass_slots
         if self.link is not None:
             assert self._link_times is not None
             copies, slots = Copies(self._link_times, self.link, program), program.slots
         try:
-            done = run([*every, *beside], slots, copies=copies)
+            done = run([*self.rows, *program.collectives()], slots, copies=copies)
         except RepeatedError as error:
             rank, position = error.args
             what = f"rank {rank}: {plain.ranks[rank][position]} repeats a pass that has already run"
             raise ScheduleError(f"{what}\n{grid.around(plain.ranks, rank, position)}") from None
-        if any(position < len(row) for position, row in zip(done.at, every)):
-            if network is not None:
-                raise ScheduleError(
-                    "messages wait for each other in a circle with one stream for each "
-                    f"{network.streams}{' and one hardware queue' if network.queue else ''}"
-                )
+        if any(position < len(row) for position, row in zip(done.at, self.rows)):
             raise _cannot_progress(plain, program, done)
         return done, [] if copies is None else copies.done
 
-    def makespan(self, rows: list[Row] | None = None) -> int:
-        """The end of the last pass; ``rows`` as for ``run``.
+    def makespan(self) -> int:
+        """The end of the last pass.
 
         Raises:
             ScheduleError: as ``simulate``.
         """
-        return _last(_times(self, self.run(rows)[0])[1])
+        return _last(_times(self, self.run()[0])[1])
 
 
 def makespan_of(schedule: Schedule, costs: Costs | None = None) -> Fraction:
@@ -338,7 +313,7 @@ def makespan_of(schedule: Schedule, costs: Costs | None = None) -> Fraction:
         ScheduleError, ValueError: as ``simulate``.
     """
     durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
-    replay = Replay(schedule, durations, costs=costs)
+    replay = Replay(schedule, durations, costs)
     return Fraction(replay.makespan(), replay.durations.scale)
 
 

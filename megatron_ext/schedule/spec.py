@@ -88,7 +88,7 @@ class ScheduleSpec:
 
     Attributes:
         name: a schedule's, or ``auto``: the fastest of ``names`` that keeps ``cap``; of those
-            equally fast the first in the registry, or by ``jitter``.
+            equally fast the first in the registry.
         pp: pipeline ranks, >= 2.
         microbatches: of one iteration, >= 1.
         chunks: model chunks a rank, for ``auto`` of the schedules that take any number (default
@@ -111,8 +111,6 @@ class ScheduleSpec:
         reorder: microbatches may run in another order than the costs give them in.
         barriers: of a vocabulary that is sharded over all ranks (``vocabulary``), whose passes'
             times the costs have; 0: it is not sharded. The cap is of the whole schedule.
-        jitter: for ``auto``: of schedules equally fast the one with the least mean makespan under
-            random pass times of this relative standard deviation (``jitter``); 0: not asked for.
     """
 
     name: str
@@ -128,7 +126,6 @@ class ScheduleSpec:
     order: Schedule | None = None
     times: Costs | None = None
     effort: float = field(default_factory=default_effort)
-    jitter: Fraction = Fraction(0)
     barriers: int = 0
     overlap: bool = False
     slices: tuple[int, ...] = ()

@@ -211,10 +211,6 @@ def _moe(data: Results) -> bool:
     return len(peaks) == 20 and 0 < peaks["4 s4"] < 0.7 * min(peaks["4 none"], peaks["stock"])
 
 
-def _messages(data: Results) -> bool:
-    return len(data["rows"]) == 24 and all(row["ideal"] <= row["rank"] for row in data["rows"])
-
-
 def _overlap(data: Results) -> bool:
     stock = [row for row in data["rows"] if row["what"] == "stock combined"]
     return len(data["rows"]) == 54 and all(row["slower"] == 0 for row in stock)
@@ -236,7 +232,6 @@ MINIATURES: list[tuple[str, str, Callable[[Results], bool]]] = [
         "--schedules 1f1b,v-zb --pp 2 --microbatches 4 --unit-ms 2 --repeats 1",
         _sharded,
     ),
-    ("messages", "--schedules 1f1b,zb-h1", _messages),
     (
         "vocabulary",
         "--sizes 2",
@@ -311,7 +306,7 @@ CORPUS = "gpt/gpt3_mcore_te_tp1_pp4_disable_bias_linear"
 
 PAGES = (
     *("emulated-pipeline", "executor-overhead", "replan", "offload", "vocabulary", "schedules"),
-    *("vocabulary-run", "overlap-run", "post-validation", "messages", "adaptive", "lengths"),
+    *("vocabulary-run", "overlap-run", "post-validation", "adaptive", "lengths"),
     *("step_lengths", "slices-run"),
 )
 

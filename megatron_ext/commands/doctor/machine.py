@@ -77,8 +77,8 @@ def driver() -> tuple[str | None, str]:
 _ON = r"[1-9].*"
 _CONFLICTS = (
     ("CUDA_DEVICE_MAX_CONNECTIONS", r"1",
-     "one hardware queue: messages, offload copies and MoE chunks wait for the kernels before them "
-     "(simulated with --p2p edge --queue 1: up to 9 % of a step, most schedules under 1 %)",
+     "one hardware queue: messages, offload copies and MoE chunks wait for the kernels before "
+     "them",
      "with tensor and context parallelism 1, on Blackwell, or with --moe-pipeline-chunks, set 32; "
      "else Megatron demands 1"),
     ("CUDA_LAUNCH_BLOCKING", _ON, "the host waits for every kernel: nothing overlaps", "unset it"),

@@ -13,7 +13,6 @@ from .registry import (
     generate,
 )
 from .request import MOST_EFFORT, Objective, Request, default_effort
-from .steadier import steadier
 
 __all__ = [
     "GENERATORS",
@@ -31,5 +30,4 @@ __all__ = [
     "forward_only",
     "generate",
     "generated_by",
-    "steadier",
 ]

@@ -8,9 +8,8 @@ from dataclasses import replace
 from ..actions import Action, AnyAction
 from ..costs import Costs
 from ..effects import CARRIED, MESSAGES, given, users
-from ..network import Network
 from ..schedule import Schedule
-from ..simulate import Simulation, simulate
+from ..simulate import simulate
 from ..vocabulary import VocabularyOp
 
 
@@ -73,24 +72,6 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
                     each.append(collective._replace(stage=own[0]))
             mine += behind.get(action, ())
     return replace(schedule.with_ranks(out), costs=costs)
-
-
-def simulate_messages(
-    schedule: Schedule, network: Network | None, costs: Costs | None = None
-) -> Simulation:
-    """``simulate`` with transfers, which are made here, for the schedule's costs, if it has none.
-
-    Args:
-        schedule: lowered or not.
-        network: how messages wait for each other; None: not at all.
-        costs: of the run; default ``schedule.costs``.
-
-    Raises:
-        ScheduleError: as ``simulate``.
-    """
-    if network is not None and not schedule.is_lowered:
-        schedule = lower(schedule)
-    return simulate(schedule, costs, network)
 
 
 def _predicted(schedule: Schedule, costs: Costs) -> Costs:

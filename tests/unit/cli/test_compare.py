@@ -166,18 +166,6 @@ def test_compare_table_with_offload(run):
     assert "  1f1b: cannot offload 2 chunks of a rank that has 1; give 0 to 1" in out
 
 
-def test_compare_ranks_by_message_streams(run):
-    argv = ["--pp", 4, "--microbatches", 8, "--hop", 0.2]
-    ideal, streams = (
-        answer(run, "compare", *argv),
-        answer(run, "compare", *argv, "--p2p", "rank", "--queue", 1),
-    )
-    assert (streams["p2p"], streams["queue"]) == ("rank", 1)
-    times = [{r["schedule"]: r["makespan"] for r in data["schedules"]} for data in (ideal, streams)]
-    assert all(times[1][name] >= times[0][name] for name in NAMES)
-    assert list(times[1].values()) == sorted(times[1].values()) and times[0] != times[1]
-
-
 def test_more_chunks_are_named_where_microbatches_are_few(run):
     words = ["compare", "--pp", 8, "--effort", "0.02"]
     out = run(*words, "--microbatches", 4)[1].splitlines()[-1]

@@ -331,23 +331,3 @@ def test_runs_on_a_bare_interpreter(repo_root):
     command = [sys.executable, "-S", "-m", "megatron_ext", "plan", *words]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["chosen"]
-
-
-def test_message_streams(run, tmp_path):
-    """They lengthen steps, and the printed command gives the same time."""
-    ideal, data = (
-        _json(run, "--memory-cap", "12GiB"),
-        _json(run, "--memory-cap", "12GiB", "--p2p", "rank", "--queue", "1"),
-    )
-    assert (data["p2p"], data["queue"]) == ("rank", 1) and "p2p" not in ideal
-    assert data["chosen"]["step_ms"] > ideal["chosen"]["step_ms"]
-    assert any(
-        text.startswith("messages: one message stream for each rank")
-        for text in data["assumptions"]
-    )
-    path = tmp_path / "stages.json"
-    point = data["chosen"]
-    path.write_text(json.dumps(point["stage_cost"]))
-    words = [str(path) if word == "STAGE_COST_FILE" else word for word in point["simulate"]]
-    found = json.loads(run("simulate", "--json", *words)[1])
-    assert found["makespan"] / 1000 == pytest.approx(point["step_ms"], rel=1e-12)

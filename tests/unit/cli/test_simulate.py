@@ -118,27 +118,3 @@ def test_auto_says_why(run):
     assert data["peak_activation_vs_1f1b"] <= 0.5
     assert data["note"].startswith(f"{data['schedule']} is the fastest of")
     assert f"  chosen because   {data['note']}\n" in run(*argv)[1]
-
-
-REAL = ["--schedule", "v-half", "--pp", 8, "--microbatches", 32, "--cost", "1,1.15,0.85"]
-
-
-def test_message_streams(run):
-    """One stream a rank makes messages wait; test_network has numbers by hand."""
-    status, out, _ = run("simulate", "--json", *REAL, "--hop", 0.2, "--p2p", "rank")
-    data = json.loads(out)
-    assert status == 0 and data["p2p"] == "rank" and "queue" not in data
-    free = json.loads(run("simulate", "--json", *REAL, "--hop", 0.2)[1])
-    assert data["makespan"] > free["makespan"]
-    data = json.loads(run("simulate", "--json", *REAL, "--p2p", "edge", "--queue", 1)[1])
-    assert (data["p2p"], data["queue"]) == ("edge", 1)
-    assert "p2p" not in json.loads(run("simulate", "--json", *REAL, "--p2p", "ideal")[1])
-    _, out, _ = run("simulate", *REAL, "--p2p", "pair", "--queue", 1)
-    assert "; one message stream for two ranks, one hardware queue a rank" in out
-
-
-def test_a_queue_needs_streams(run):
-    for command in ("simulate", "compare"):
-        argv = REAL if command == "simulate" else REAL[2:]
-        status, _, err = run(command, *argv, "--queue", 1)
-        assert status == 2 and "give --p2p edge, pair, rank" in err

@@ -30,9 +30,7 @@ from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import replay
 from megatron_ext.schedule.generators.blocks import VEES, named_block
 from megatron_ext.schedule.io import from_json, to_csv
-from megatron_ext.schedule.jitter import jitter
 from megatron_ext.schedule.memory_cap import ShareCap
-from megatron_ext.schedule.network import Network
 from megatron_ext.schedule.select import ScheduleSpec, select
 from megatron_ext.schedule.tasks import Tasks
 from megatron_ext.schedule.units import SHARE, UnitCosts, shares_of, slice_costs, units_of
@@ -95,8 +93,7 @@ def test_balanced_cuts_of_causal_attention(attention: str, idle: float, memory: 
 def test_a_hop_of_a_hundredth() -> None:
     schedule = generate("v-zb", P, 8, costs=Costs.of(hop=Fraction(1, 100)), slices=4)
     assert idle_and_memory(schedule)[0] <= 0.051
-    lowered = lower(schedule)
-    assert simulate(lowered, network=Network("edge")).makespan >= simulate(schedule).makespan
+    lower(schedule)
 
 
 def test_any_memory_from_one_microbatch_on() -> None:
@@ -423,10 +420,7 @@ def test_a_set_on_its_way_frees_its_share() -> None:
 def test_what_takes_whole_microbatches_says_so() -> None:
     """Nothing is computed as if slices were microbatches."""
     schedule = generate("v-zb", 2, 2, slices=2, effort=0)
-    for what in (
-        lambda: jitter(schedule, 0.1),
-        lambda: to_csv(schedule),
-    ):
+    for what in (lambda: to_csv(schedule),):
         with pytest.raises(ScheduleError, match="takes whole microbatches of equal costs"):
             what()
     with pytest.raises(ValueError, match="dualpipev runs passes in pairs"):
