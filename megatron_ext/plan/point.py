@@ -8,9 +8,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..schedule import Schedule, ScheduleSpec, select, simulate
+from ..schedule import Objective, Schedule, ScheduleSpec, default_effort, select, simulate
 from ..schedule.costs import number_to_json
-from ..schedule.generators import Objective, default_effort
 from ..schedule.memory_cap import ShareCap
 from .collectives import Overhead
 from .memory import RankBytes

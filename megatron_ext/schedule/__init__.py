@@ -2,7 +2,7 @@
 
 from .actions import Action, AnyAction, Joint, Op
 from .costs import Costs
-from .generators import GENERATORS, NAMES, forward_only, generate
+from .generators import GENERATORS, NAMES, Objective, default_effort, forward_only, generate
 from .io import load, save
 from .link import Link
 from .named import CapExceeded, Selected
@@ -29,6 +29,7 @@ __all__ = [
     "Cut",
     "Joint",
     "Link",
+    "Objective",
     "OffloadPlan",
     "OffloadSpec",
     "Op",
@@ -39,6 +40,7 @@ __all__ = [
     "Selected",
     "Simulation",
     "check",
+    "default_effort",
     "forward_only",
     "generate",
     "load",
