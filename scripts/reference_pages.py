@@ -38,8 +38,7 @@ ENVIRONMENT = {
     "library the time limit of the process groups",
     "MEGATRON_EXT_AGREEMENT_SECONDS": "how long ranks wait for each other's settings before "
     "training; default 120",
-    "MEGATRON_EXT_EFFORT": "seconds of search where neither `--pp-effort` nor `--effort` gives "
-    "them; default 1",
+    "MEGATRON_EXT_EFFORT": "seconds of search where no `--effort` gives them; default 1",
     "MEGATRON_EXT_OFFLOAD_MIN_BYTES": "smaller tensors are never offloaded; default 65536, "
     "4096 in experts",
     "MEGATRON_EXT_DOCTOR_SECONDS": "time limit of each probe of `megatron-ext doctor`",

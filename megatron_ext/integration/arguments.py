@@ -103,7 +103,6 @@ class MegatronArgs(Protocol):
     pp_memory_cap: str | None
     pp_group_size: int | None
     pp_cost: str | None
-    pp_effort: float | None
     pp_slices: int | str | None
     pp_slice_tokens: int | None
     pp_slice_cut: str | None

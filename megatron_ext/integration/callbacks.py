@@ -170,11 +170,6 @@ class Callback:
     def planned(self, plan: Schedule) -> None:
         """A training plan was made: lowered, checked, and the same on all ranks."""
 
-    def improved(self, plan: Schedule, former: Schedule) -> None:
-        """Another training plan takes the place of ``former`` from this iteration on; by default as
-        one that is new."""
-        self.planned(plan)
-
     def planned_for(self, plan: Schedule, loads: Loads) -> None:
         """As ``planned``, for a step's own microbatches; one comes with nearly every step."""
 

@@ -89,7 +89,6 @@ class Installation(EntryPoint):
         self._closing = [part.close for part in callbacks]
         if run.pipeline is not None:
             run.pipeline.callbacks = callbacks
-            self._closing.append(run.pipeline.plans.close)
         self.run = run
         if run.args.rank == 0 and run.schedule is not None:
             logger.info(

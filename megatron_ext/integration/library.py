@@ -279,7 +279,6 @@ class _OfModel:
         with contextlib.ExitStack() as undo:
             for callback in self._callbacks:
                 undo.callback(callback.close)
-            undo.callback(self.pipeline.plans.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return bool, ()

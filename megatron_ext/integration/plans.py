@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ..schedule.generators import forward_only
@@ -15,21 +15,20 @@ from ..schedule.post_validation import add_post_validation
 from ..schedule.schedule import Schedule
 from .callbacks import Callback, Loads, PlanInputs, arranged
 from .errors import ConfigError
-from .later import Armed, Searches
 from .utils import gather_over
 
 if TYPE_CHECKING:
     from .features.schedule.choose import ScheduleRequest
 
 _Key = tuple[StepUnits, bool]  # and training
+Armed = Callable[..., AbstractContextManager[None]]  # ``Watchdog.armed``
 MOST_PLANS = 32  # that are kept; a large one takes 20 MB of host memory
 
 
 class Plans:
     """Makes, checks and keeps them.
 
-    The first training schedule is searched for before its step. Numbers of microbatches that come
-    later, in mid-run, do not stop training: see ``later``.
+    The order for a new number of microbatches is searched for before its step.
 
     Args:
         choice: what training runs, given the microbatches of its first step.
@@ -51,8 +50,6 @@ class Plans:
         self._choice, self._placement, self._barriers = choice, placement, barriers
         self._inputs, self._post_validation = inputs or PlanInputs(), post_validation
         self._kept: dict[_Key, Schedule] = {}  # the last used last
-        self._searches = Searches()
-        self._begun = False
 
     def lowered(
         self,
@@ -64,8 +61,7 @@ class Plans:
         loads: Loads | None = None,
         groups: Sequence[Any] = (),
     ) -> Schedule:
-        """The plan of an iteration, made and verified at its first use; collective then, and when a
-        better one takes its place.
+        """The plan of an iteration, made and verified at its first use; collective then.
 
         Args:
             microbatches: of the iteration; other pipelines may have another number.
@@ -79,41 +75,25 @@ class Plans:
             ConfigError: the ranks have made different plans.
         """
         if self._inputs.changed:
-            self.close()
             self._kept = {key: kept for key, kept in self._kept.items() if not key[1]}
-            self._inputs.changed, self._begun = False, False
+            self._inputs.changed = False
         own = loads if loads is not None and loads.units else None
         units = StepUnits(microbatches) if own is None else own.step
         key = units, training
-        former = self._kept.pop(key, None)
-        if training:
-            self._searches.step()
-        made: Schedule | None = None
-        if former is None:
-            made = self._new(units, training, group)
-            self._begun |= training
-        elif training and own is None:
-            made = self._searches.take(microbatches, group, armed)
-        if made is not None:
-            plan = self._ready(made, training)
-            with armed("for ranks of its pipeline, to compare plans", quiet=(ConfigError,)):
-                _require_equal(plan, groups or (group,))
-        else:
-            assert former is not None
-            plan = former
+        if key in self._kept:
+            plan = self._kept[key] = self._kept.pop(key)
+            return plan
+        plan = self._ready(self._new(units, training), training)
+        with armed("for ranks of its pipeline, to compare plans", quiet=(ConfigError,)):
+            _require_equal(plan, groups or (group,))
         self._kept[key] = plan
         while len(self._kept) > MOST_PLANS:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            if oldest[1] and not oldest[0].shares:
-                self._searches.drop(oldest[0].microbatches)
-        for callback in callbacks if training and made is not None else ():
+            del self._kept[next(iter(self._kept))]
+        for callback in callbacks if training else ():
             if own is not None:
                 callback.planned_for(plan, arranged(own, plan))
-            elif former is None:
-                callback.planned(plan)
             else:
-                callback.improved(plan, former)
+                callback.planned(plan)
         return plan
 
     def in_force(self, microbatches: int) -> Schedule | None:
@@ -122,25 +102,10 @@ class Plans:
         wanted = (p for (units, train), p in kept if train and units.microbatches == microbatches)
         return next(wanted, None)
 
-    def close(self) -> None:
-        """End what is searched for beside training."""
-        self._searches.close()
-
-    def _new(self, units: StepUnits, training: bool, group: Any) -> Schedule:
-        microbatches = units.microbatches
+    def _new(self, units: StepUnits, training: bool) -> Schedule:
         if not training:
-            return forward_only(self._placement, microbatches, self._barriers)
-        choice, knowledge = self._choice(microbatches), self._inputs.knowledge
-        # A cap that no quick order keeps is for the search.
-        with contextlib.suppress(ValueError):
-            if self._begun and not units.shares:
-                assert choice.planner is not None
-                request = choice.planner.later(microbatches, knowledge)
-                if request is not None:
-                    order = request.quick()
-                    self._searches.add(microbatches, request, group.rank() == 0)
-                    return order
-        return choice.plan(units, knowledge)
+            return forward_only(self._placement, units.microbatches, self._barriers)
+        return self._choice(units.microbatches).plan(units, self._inputs.knowledge)
 
     def _ready(self, made: Schedule, training: bool) -> Schedule:
         plan = lower(made)

@@ -105,14 +105,6 @@ class Planner:
                 del self._plans[next(iter(self._plans))]
         return self._plans[key]
 
-    def later(self, microbatches: int, knowledge: Knowledge = NOTHING) -> TrainingOrder | None:
-        """What ``plan`` searches for, to be searched for beside training; None if ``plan`` knows it
-        already or needs no search."""
-        if (microbatches, *knowledge[:_SHAPING]) in self._plans:
-            return None
-        order = self._order(microbatches, knowledge)
-        return None if order.is_quick else order
-
     def _order(self, microbatches: int, knowledge: Knowledge) -> TrainingOrder:
         """The request for one order."""
         link, costs, reorder, profile = knowledge

@@ -1,24 +1,16 @@
-"""The order that a training run follows for one number of microbatches, at once or after a search.
-
-A search takes seconds. A run that meets a new number of microbatches goes on with a quick order in
-the same memory, and searches beside its steps (``beside``).
-"""
+"""The order that a training run follows for one number of microbatches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from .generators import GENERATORS, Request
 from .memory_cap import Cap
 from .named import CapExceeded, Selected, keeps, time_taken
 from .schedule import Schedule
 from .select import placed_alike, select
 from .simulate import simulate
 from .spec import AUTO, ScheduleSpec
-
-# Passes of an order that is made in a tenth of a second, where no search is needed.
-_FEW = 1000
 
 
 def select_within(spec: ScheduleSpec, cap: Cap | None, free: bool) -> Selected:
@@ -60,27 +52,6 @@ class TrainingOrder:
     asked: Cap | None = None
     free: bool = False
 
-    @property
-    def is_quick(self) -> bool:
-        """True if ``searched`` takes hardly longer than ``quick``."""
-        spec = self.spec
-        if spec.order is not None:
-            return True
-        chosen = (
-            spec.overlap or spec.barriers or (spec.offload is not None and spec.cap is not None)
-        )
-        if chosen or self.again is not None:
-            return False
-        generator, placement = GENERATORS[spec.name], spec.placement
-        if generator.fixed:
-            return True
-        if spec.has_units:
-            return False
-        request = Request(placement, spec.microbatches, spec.costs.durations(placement).reduced())
-        if request.at_unit_times:
-            return not generator.takes_memory_cap
-        return generator.placement == "loop" and request.passes <= _FEW
-
     def searched(self) -> Schedule:
         """The best order that is found in the time of ``spec.effort``.
 
@@ -90,29 +61,6 @@ class TrainingOrder:
         """
         former = self._answer(self.spec, self.asked).schedule
         return former if self.again is None else self._replanned(former, self.again)
-
-    def quick(self) -> Schedule:
-        """An order in the same memory, made in about a tenth of a second: no search, no pairs.
-
-        Raises:
-            CapExceeded: it does not keep the cap.
-            ValueError: it does not exist.
-        """
-        spec = replace(self.spec, effort=0)
-        if self.again is not None:
-            spec = replace(spec, costs=self.again.costs)
-        found = self._answer(spec, self.asked).schedule
-        if self.measured is not None and not keeps(self.measured, found):
-            return self.searched()
-        return found
-
-    def better(self) -> Schedule | None:
-        """``searched``, or None if ``quick`` is as fast or alone keeps the cap."""
-        try:
-            found = self.searched()
-        except ValueError:
-            return None
-        return found if self._time(found) < self._time(self.quick()) else None
 
     def _time(self, schedule: Schedule) -> Fraction:
         return time_taken(simulate(schedule), self.spec.objective)

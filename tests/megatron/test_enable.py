@@ -16,7 +16,6 @@ from megatron_ext.plan.estimate import Estimate
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import Split
 from megatron_ext.releases import RELEASES
-from megatron_ext.schedule import generate, lower
 from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import version
 
@@ -87,31 +86,13 @@ def test_slices_are_bitwise_those_of_one_process(results: Cases, case: str) -> N
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max())), name
 
 
-def test_a_new_number_of_microbatches_does_not_stop_training(results: Cases) -> None:
-    """A quick order at once, a better one on all ranks in one step, and stock's results."""
-    ours = results["v-half-new-numbers"]
-    followed = ours[0]["followed"]
-    assert [number for number, _ in followed] == ours[0]["steps"]
-    assert ours[1]["followed"] == followed
-    plans = [plan for number, plan in followed if number == 5]
-    better = generate("v-min", 2, 5)
-    assert plans == [plans[0]] * 2 + [lower(better).fingerprint()] * 2 and plans[0] != plans[2]
-    stock = results["stock-new-numbers"]
+def test_new_numbers_of_microbatches(results: Cases) -> None:
+    """Stock's results at each; the last few plans are kept."""
+    ours, stock = results["v-half-new-numbers"], results["stock-new-numbers"]
+    assert [rank["kept"] for rank in ours] == [3, 3]
     assert merged(ours, "returned") == merged(stock, "returned")
     gradients = merged(ours, "gradients")
     assert gradients == merged(stock, "gradients") and any(map(any, gradients.values()))
-
-
-def test_searches_beside_training_are_one_ranks_and_end(results: Cases) -> None:
-    """Also by ``disable``. One that fails is made in its step; plans are kept for few numbers."""
-    first, second = results["v-half-new-numbers"]
-    assert first["started"] == [5, 6, 7] and second["started"] == []
-    assert first["running"] == [7] and first["left"] == []
-    assert first["kept"] == second["kept"] == 3
-    assert "for 6 microbatches failed (of the test); this step makes it" in first["log"]
-    said = re.findall(r"(\S+, \d+) microbatches: a better order from this step on", first["log"])
-    assert said[0] == "v-min, 5" and "by the quick order so far)" in first["log"]
-    assert "better order" not in second["log"]
 
 
 def test_every_model_has_an_order_for_its_own_estimate(results: Cases) -> None:

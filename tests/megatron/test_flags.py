@@ -222,7 +222,6 @@ def broken_rules(folder: Path) -> list[tuple[str, dict[str, Any], dict[str, Any]
     plain, lists = file("vee", vee), {"pipeline_model_parallel_layout": "Ett|tt|tt|tt|ttL"}
     mixed = generate("zb-h1", 4, 2, effort=0, slices=(1, 2))
     return [
-        ("v-zb", {"effort": 0.0}, {}, "at most 3600, but it is 0.0; give"),
         ("auto", {"group_size": 3}, {}, "support --pp-group-size 3: it"),
         (plain, {"cost": "1,1,1"}, {}, "does not support --pp-cost"),
         ("v-cap", {}, {}, "--pp-schedule v-cap needs a cap"),
@@ -526,7 +525,7 @@ class TestFile:
 def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([])
-    ours = ["schedule", "memory_cap", "group_size", "cost", "effort", "p2p", "trace"]
+    ours = ["schedule", "memory_cap", "group_size", "cost", "p2p", "trace"]
     ours += ["cheap_recompute", "slices", "slice_cut", "slice_weights", "profile_steps", "profile"]
     ours += ["slice_tokens", "microbatch_costs", "reorder_microbatches"]
     ours += ["post_validation", "vocab_parallel", "vocab_chunks"]

@@ -14,7 +14,6 @@ import io
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,11 @@ from megatron_ext.integration.features.slices import alone  # noqa: E402
 from megatron_ext.integration.features.slices.wanted import Wanted  # noqa: E402
 from megatron_ext.integration.utils import unwrapped  # noqa: E402
 from megatron_ext.integration.versions import megatron_version  # noqa: E402
-from megatron_ext.schedule import Costs, generate  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, VOCAB, global_names, to_bytes  # noqa: E402
 from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
 from tests.megatron.cases.user_weights import users_weights  # noqa: E402
 from tests.support.case_server import serve, write_all  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
 
 __all__ = ["users_weights"]  # a case's ``main``
 
@@ -185,12 +182,10 @@ def trained(
     case: dict[str, Any],
     models_of: dict[str, int] = MODELS,
     steps: Sequence[int] = STEPS,
-    before: Callable[[int], None] = lambda number: None,
 ) -> dict[str, Any]:
     """Steps of all models.
 
     Args:
-        before: called with the number of every step.
     """
     chunks, schedule = case.get("chunks", 1), case.get("schedule")
     log = io.StringIO()
@@ -209,7 +204,6 @@ def trained(
             wide(model[0])
     returned: dict[str, bytes] = {}
     for number, microbatches in enumerate(steps):
-        before(number)
         if case.get("unequal"):
             microbatches += parallel_state.get_data_parallel_rank()
         for name, model in models.items():
@@ -245,70 +239,26 @@ def trained(
     return {"returned": returned, "gradients": gradients, "log": log.getvalue()}
 
 
-# Microbatches of each step. A better order for 5 is due three steps after its first, for 6 so much
-# later again; then 4, whose plan is the oldest, comes back.
-NUMBERS = (4, 5, 5, 4, 5, 5, 6, 6, 6, 6, 7, 4)
+# Microbatches of each step.
+NUMBERS = (4, 5, 6, 4, 7, 4)
 
 
 def new_numbers(case: dict[str, Any]) -> dict[str, Any]:
-    """A model whose number of microbatches changes in mid-run, with searches that end late or
-    fail. The better order for 5 comes once the second rank waits for it."""
-    from megatron_ext.integration import later, plans
+    """A model whose number of microbatches changes in mid-run."""
+    from megatron_ext.integration import plans
 
-    folder, rank, started = Path(sys.argv[1]), dist.get_rank(), []
-    arrived = folder / "arrived"
-    arrived.unlink(missing_ok=True)
-    dist.barrier()
-    followed: list[tuple[int, str]] = []
+    kept: list[int] = []
     lowered = plans.Plans.lowered
 
     def noted(self: Any, microbatches: int, *args: Any, **kwargs: Any) -> Any:
         plan = lowered(self, microbatches, *args, **kwargs)
-        followed.append((microbatches, plan.fingerprint()))
         kept.append(len(self._kept))
         return plan
 
-    class Slow(later.Search):
-        """The order for 5 is another one, that for 6 is not found, that for others takes long."""
-
-        def __init__(self, request: Any) -> None:
-            self.microbatches = request.spec.microbatches
-            # Two ranks' orders meet the bound at once.
-            long = replace(request.spec, pp=8, costs=Costs.of(1, "1.3", ".6", ".05"), effort=3000)
-            super().__init__(replace(request, spec=long))
-            started.append(self)
-
-        def result(self) -> Any:
-            if self.microbatches == 5:
-                wait_until(arrived.exists, "the second rank does not come")
-            self.close()
-            if self.microbatches == 6:
-                raise later.SearchFailed("of the test")
-            return generate("v-min", 2, self.microbatches)
-
-    kept: list[int] = []
-    log = io.StringIO()
-    logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
-    plans.Plans.lowered, later.Search = noted, Slow  # type: ignore[method-assign,misc]
-    later.STEPS, plans.MOST_PLANS = 3, 3
-
-    def before(number: int) -> None:
-        if rank == 1 and number == 4:
-            arrived.touch()
-
-    found = trained(case, {"actor": 32}, NUMBERS, before)
-    running = [search.microbatches for search in started if not search.done]
+    plans.Plans.lowered, plans.MOST_PLANS = noted, 3  # type: ignore[method-assign]
+    found = trained(case, {"actor": 32}, NUMBERS)
     megatron_ext.disable()
-    return {
-        **found,
-        "steps": list(NUMBERS),
-        "followed": followed,
-        "kept": max(kept, default=0),
-        "started": [search.microbatches for search in started],
-        "running": running,
-        "left": [search.microbatches for search in started if not search.done],
-        "log": log.getvalue(),
-    }
+    return {**found, "kept": max(kept, default=0)}
 
 
 def groups(case: dict[str, Any], model: Any) -> dict[str, Any]:

@@ -113,10 +113,8 @@ def test_one_call_for_equal_and_other_microbatches() -> None:
     and measured costs change it where they make it faster."""
     stages = [(1, 1, 1)] * 7 + [("1.6", "1.4", "1.2")]
     planner = Planner(replace(spec_of("v-half", costs=Costs.of(stages=stages)), effort=0.3))
-    asked = planner.later(8)
-    assert asked is not None and not asked.is_quick
     plan = planner.plan(StepUnits(8))
-    assert planner.plan(StepUnits(8)) is plan and planner.later(8) is None
+    assert planner.plan(StepUnits(8)) is plan
     own = units(8, spread=0.01)
     assert planner.plan(StepUnits(8, own, False)).ranks == plan.ranks
     assert planner.plan(StepUnits(16, units(16), True)).arrangement is not None

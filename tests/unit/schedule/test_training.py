@@ -1,12 +1,7 @@
-"""Orders of a run: one at once in the memory of the name, and a better one from another process."""
+"""Orders of a run, made at once or searched for."""
 
 from __future__ import annotations
 
-import functools
-import os
-import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from fractions import Fraction
 
@@ -19,7 +14,6 @@ from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import (
     AUTO,
-    GENERATORS,
     NAMES,
     Costs,
     Link,
@@ -28,17 +22,12 @@ from megatron_ext.schedule import (
     ScheduleSpec,
     check,
     generate,
-    select,
     simulate,
 )
-from megatron_ext.schedule.beside import Search, SearchFailed
-from megatron_ext.schedule.effects import peak_sets
 from megatron_ext.schedule.generators.cap import v_cap_limits
 from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.training import TrainingOrder
-from tests.support import ROOT
 from tests.support.grids import KINDS, sampled
-from tests.support.waiting import wait_until
 from tests.unit.schedule.test_generators import named_cap
 
 COSTS = Costs.parse("10,11,9,1")
@@ -99,25 +88,11 @@ def test_with_a_vocabulary_offload_and_pairs() -> None:
         spec, offload=OffloadSpec("auto", Link.parse(4, "0.2")), cap=ShareCap(Fraction(1, 2))
     )
     for one in (vocabulary, pairs, offload):
-        order = TrainingOrder(one)
-        now, later = order.quick(), order.searched()
-        assert not order.is_quick
+        now = TrainingOrder(replace(one, effort=0)).searched()
+        later = TrainingOrder(one).searched()
         assert max(check(now).peak_sets) <= max(check(later).peak_sets)
         assert now.has_pairs is False and now.barriers == later.barriers
         assert now.has_offload == later.has_offload
-
-
-def test_what_needs_no_search() -> None:
-    def is_quick(name: str, pp: int, m: int, costs: Costs = COSTS) -> bool:
-        return TrainingOrder(ScheduleSpec(name, pp, m, costs=costs)).is_quick
-
-    assert [name for name in NAMES if is_quick(name, 16, 64)] == [
-        name for name in NAMES if GENERATORS[name].fixed
-    ]
-    assert is_quick("zb-h1", 8, 16) and not is_quick("v-half", 2, 5)
-    assert is_quick("v-half", 16, 64, Costs()) and not is_quick("v-cap", 4, 8, Costs())
-    file = ScheduleSpec("x.json", 4, 8, order=generate("v-half", 4, 8))
-    assert TrainingOrder(file).is_quick
 
 
 def test_names_without_a_search_have_one_order() -> None:
@@ -146,72 +121,3 @@ def measured() -> TrainingOrder:
 def test_an_order_for_measured_costs() -> None:
     order = measured()
     assert order.searched().note.startswith(("re-planned", "the order stays"))
-    assert order.quick().costs == order.again.costs  # type: ignore[union-attr]
-    small = replace(order.measured, size=1)  # type: ignore[type-var]
-    tight = replace(order, measured=small, again=replace(order.again, cap=small))  # type: ignore
-    assert tight.quick().ranks == tight.searched().ranks  # what exceeds the cap is searched for
-
-
-@functools.cache
-def requests() -> list[TrainingOrder]:
-    return [TrainingOrder(ScheduleSpec("v-half", 4, 9, costs=COSTS, effort=0.2)), measured()]
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_another_process_finds_the_same(number: int) -> None:
-    """Whatever is on its path and in its environment."""
-    request = requests()[number]
-    found, own = Search(request).result(), request.better()
-    assert (None if found is None else found.ranks) == (None if own is None else own.ranks)
-    assert pickle.loads(pickle.dumps(request)).quick().ranks == request.quick().ranks
-
-
-def test_a_better_order_is_faster_or_there_is_none() -> None:
-    found = requests()[0].better()
-    assert found is not None
-    assert simulate(found).makespan < simulate(requests()[0].quick()).makespan
-    assert peak_sets(found.ranks) <= peak_sets(select(requests()[0].spec).schedule.ranks)
-    assert TrainingOrder(ScheduleSpec("1f1b", 4, 8)).better() is None
-
-
-def test_a_search_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SearchFailed, match="AttributeError: 'NoneType'"):
-        Search(TrainingOrder(None)).result()  # type: ignore[arg-type]
-    monkeypatch.setattr(sys, "executable", "/no/such/file")
-    with pytest.raises(SearchFailed, match="No such file"):
-        Search(requests()[0])
-
-
-LONG = ScheduleSpec("v-half", 4, 9, costs=COSTS, effort=3000)
-
-
-def test_it_ends_when_it_is_closed() -> None:
-    search = Search(TrainingOrder(LONG))
-    assert not search.done
-    search.close()
-    assert search.done
-    with pytest.raises(SearchFailed, match="exit status -9"):
-        search.result()
-
-
-def test_it_ends_with_the_run() -> None:
-    """Also with one that is killed, or ends without a word."""
-    code = (
-        "import os, sys; from tests.unit.schedule import test_training as here\n"
-        "search = here.Search(here.TrainingOrder(here.LONG))\n"
-        "print(search._process.pid, flush=True); os._exit(0)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
-    child = int(done.stdout)
-
-    def ended() -> bool:
-        try:
-            os.kill(child, 0)
-        except ProcessLookupError:
-            return True
-        with open(f"/proc/{child}/stat") as state:  # nobody may have waited for it
-            return state.read().rpartition(")")[2].split()[0] == "Z"
-
-    wait_until(ended, f"process {child} goes on")

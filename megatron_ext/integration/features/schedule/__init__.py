@@ -57,13 +57,6 @@ _FLAGS = (
         "F,B,W[,HOP]",
     ),
     Flag(
-        "--pp-effort",
-        "approximate search time of a V schedule's order, on one core (default 1); counted in "
-        "passes tried, so every rank finds the same order",
-        "SECONDS",
-        float,
-    ),
-    Flag(
         "--pp-p2p",
         "communicators of messages: edge (default; one for each direction between two ranks) or "
         "pipeline (Megatron's group), then any of ctas=N (most thread blocks of a message), "

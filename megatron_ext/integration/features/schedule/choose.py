@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...._input import meant, parse_bytes
@@ -29,7 +29,7 @@ from ....schedule import (
     load,
     select,
 )
-from ....schedule.generators import Objective, default_effort
+from ....schedule.generators import Objective
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.planner import NOTHING, Knowledge, Planner, StepUnits
 from ...errors import named_errors
@@ -44,7 +44,7 @@ class ScheduleRequest:
     Attributes:
         name: a schedule's name, ``auto``, or the path of a schedule file.
         costs: as the user gives them, or None.
-        cap, group_size, objective, effort: as ``ScheduleSpec``.
+        cap, group_size, objective: as ``ScheduleSpec``.
         cap_bytes: a cap in bytes; the model makes it a ``cap`` (``capped``).
         offload: what is offloaded, or None; a file that offloads has decided it.
         file: the loaded and checked schedule, if a file was given.
@@ -68,7 +68,6 @@ class ScheduleRequest:
     group_size: int | None = None
     offload: OffloadRequest | None = None
     objective: Objective = "makespan"
-    effort: float = field(default_factory=default_effort)
     file: Schedule | None = None
     profile: Profile | None = None
     splits: Splits | None = None
@@ -91,7 +90,6 @@ class ScheduleRequest:
         group_size: int | None = None,
         offloading: OffloadRequest | None = None,
         objective: Objective = "makespan",
-        effort: float | None = None,
     ) -> ScheduleRequest:
         """The request of the flags' values.
 
@@ -103,7 +101,6 @@ class ScheduleRequest:
             group_size: for schedules in groups.
             offloading: what is offloaded, or None.
             objective: what the order makes short, as ``generate``.
-            effort: seconds of search, about; > 0. None: the default.
 
         Raises:
             ConfigError: unknown name, an unreadable or invalid file, or options that do not fit.
@@ -122,18 +119,16 @@ class ScheduleRequest:
             takes_cap=named is not None and named.takes_memory_cap,
             group_size=group_size,
             offload=offloading,
-            effort=effort,
         )
         size: int | None = None
         cap: Cap | None = None
         with schedule_errors(text):
-            seconds = default_effort() if effort is None else effort
             costs = None if cost is None else Costs.parse(cost)
             if memory_cap is not None and in_bytes:
                 size = parse_bytes(memory_cap)
             elif memory_cap is not None:
                 cap = ShareCap(parse_cap(memory_cap))
-        return cls(text, costs, cap, size, group_size, offloading, objective, seconds, file)
+        return cls(text, costs, cap, size, group_size, offloading, objective, file)
 
     @property
     def vee(self) -> bool:
@@ -257,7 +252,6 @@ class ScheduleRequest:
             self.cap,
             self.group_size,
             objective=self.objective,
-            effort=self.effort,
             order=self.file,
         )
         return _with_costs(spec, self).sliced(self.cut)

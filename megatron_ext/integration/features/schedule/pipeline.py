@@ -35,7 +35,6 @@ def prepare(run: Run) -> None:
         args.pp_group_size,
         OffloadRequest.of(args),
         "makespan" if args.pp_post_validation is None else "span",
-        args.pp_effort,
     )
 
 

@@ -9,17 +9,10 @@ from ....plan.refusals import FILE as FILE
 from ....plan.refusals import SCHEDULE as SCHEDULE
 from ....plan.refusals import SEVERAL_CHUNKS as SEVERAL_CHUNKS
 from ....plan.refusals import V_PLACEMENT as V_PLACEMENT
-from ....schedule.generators import MOST_EFFORT
 from ...rules import TWO_RANKS, Rule
 from ...rules import require as require
 
 OPTIONS = (
-    Rule(
-        f"--pp-effort needs seconds above 0 and at most {MOST_EFFORT}",
-        "it is {effort}",
-        "give another number, or none",
-        lambda it: it.effort is not None and not 0 < it.effort <= MOST_EFFORT,
-    ),
     Rule(
         "--pp-schedule auto does not support --pp-group-size {group_size}",
         "it chooses the group size itself",

@@ -91,19 +91,6 @@ class Telemetry(Feature):
             logger.log(logging.INFO if again or not self._said else logging.DEBUG, "%s", line)
             self._said = line
 
-    def improved(self, plan: Schedule, former: Schedule) -> None:
-        if dist.get_rank() == 0:
-            quick, better = promise(former).bubble_text, self.promise(plan).bubble_text
-            logger.info(
-                "%s, %d microbatches: a better order from this step on, searched for beside "
-                "training: planned bubble %s (%s by the quick order so far)",
-                plan.name,
-                plan.microbatches,
-                better,
-                quick,
-            )
-        self._plan = plan
-
     def planned_for(self, plan: Schedule, loads: Loads) -> None:
         self._plan = plan
         self._made += 1
