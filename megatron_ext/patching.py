@@ -161,7 +161,7 @@ def revert(checkout: Path) -> Status:
 
 
 def read_version(checkout: Path) -> str:
-    """Version of a checkout, e.g. ``0.19.1`` or ``0.16.0rc0``, read without running anything of it.
+    """Version of a checkout, e.g. ``0.19.1`` or ``0.20.0rc0``, read without running anything of it.
 
     Raises:
         PatchError: this is no Megatron-LM checkout.

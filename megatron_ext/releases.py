@@ -19,14 +19,12 @@ class Release(NamedTuple):
         tag: of the Megatron-LM repository, such as ``core_v0.19.0``; a name of ours for a commit.
         version: of the newest megatron-core of this line that the tests have run on; of a commit,
             what it says it is.
-        python: oldest Python that the tests have run it on, such as ``(3, 12)``.
         torch: version that the tests run it with.
         commit: to fetch, in full; ``-``: the tag's.
     """
 
     tag: str
     version: str
-    python: tuple[int, int]
     torch: str
     commit: str
 
@@ -67,7 +65,7 @@ def line(version: str) -> tuple[int, int]:
 def read(text: str) -> tuple[Release, ...]:
     """The releases of a list, in its order."""
     rows = [row.split() for row in text.splitlines() if row and not row.startswith("#")]
-    return tuple(Release(a, b, line(python), *rest) for a, b, python, *rest in rows)
+    return tuple(Release(*row) for row in rows)
 
 
 def closest(version: str) -> Release | None:
@@ -87,3 +85,5 @@ RELEASES = read(LIST.read_text())
 TAGS = tuple(release.tag for release in RELEASES)
 NEWEST = [release for release in RELEASES if release.tagged][-1]
 """The main target: what messages advise, and what the tests run on by default."""
+PYTHON = 3, 12
+"""The oldest Python that these releases run on."""

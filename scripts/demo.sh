@@ -27,13 +27,6 @@ cd "$REPO"
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT"
 
-# megatron-core's wheel has had no training loop before 0.17.
-if [[ -z ${MEGATRON_LM:-} ]] && ! python -c 'import megatron.training' 2>/dev/null; then
-    say "this Python's megatron-core has no training loop: fetching a Megatron-LM checkout"
-    read -r tag _ < <(release_for "$(python_version python)")
-    MEGATRON_LM=$(./scripts/get_megatron.sh "$tag") ||
-        die "set MEGATRON_LM to a Megatron-LM checkout of $tag, or use Python 3.12"
-fi
 if [[ -n ${MEGATRON_LM:-} ]]; then
     export MEGATRON_LM
 fi
@@ -43,16 +36,13 @@ LIBRARY=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 python scripts/prepare_text_dataset.py --input "$LIBRARY" --glob '*.py' --max-mb 20 \
     --output "$OUT/data/stdlib"
 
-# Megatron up to 0.17 adds the end-of-document token to the vocabulary itself.
-VOCABULARY=$(python -m scripts.demo_report vocabulary)
-
 # shellcheck disable=SC2054  # the comma belongs to Megatron's --split
 COMMON=(
     --num-layers 8 --hidden-size 128 --num-attention-heads 4
     --seq-length 128 --max-position-embeddings 128
     --untie-embeddings-and-output-weights
     --data-path "$OUT/data/stdlib" --split 98,1,1
-    --tokenizer-type NullTokenizer --vocab-size "$VOCABULARY" --make-vocab-size-divisible-by 1
+    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
     --micro-batch-size 4 --global-batch-size $((4 * MICROBATCHES))
     --lr 3e-3 --min-lr 3e-3 --lr-decay-style constant --weight-decay 0.01
     --attention-dropout 0 --hidden-dropout 0 --clip-grad 0

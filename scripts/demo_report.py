@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -19,23 +18,6 @@ from . import run_log
 OURS, EVERY = "[megatron_ext]", 10
 # The demo's promise: the model learns, and does so under both schedules.
 START_NATS, END_NATS = 5.0, 3.5
-
-
-def vocabulary(_: argparse.Namespace) -> int:
-    """Print --vocab-size for bytes and an end-of-document token."""
-    version = None
-    checkout = os.environ.get("MEGATRON_LM")
-    if checkout:
-        text = (Path(checkout) / "megatron" / "core" / "package_info.py").read_text()
-        numbers = [re.search(rf"^{part} = (\d+)", text, re.M) for part in ("MAJOR", "MINOR")]
-        if all(numbers):
-            version = tuple(int(n[1]) for n in numbers if n)
-    if version is None:
-        from importlib.metadata import version as installed
-
-        version = tuple(int(x) for x in installed("megatron-core").split(".")[:2])
-    print(256 if version <= (0, 17) else 257)
-    return 0
 
 
 def progress(options: argparse.Namespace) -> int:
@@ -164,7 +146,6 @@ def main() -> int:
     """Dispatch."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("vocabulary").set_defaults(run=vocabulary)
     sub = commands.add_parser("progress")
     sub.add_argument("--name", required=True)
     sub.add_argument("--log", required=True)

@@ -29,7 +29,7 @@ if [[ $1 == --list ]]; then
     exit 0
 fi
 tag=$1
-commit=$(awk -v tag="$tag" '$1 == tag { print $5 }' "$LIST")
+commit=$(awk -v tag="$tag" '$1 == tag { print $4 }' "$LIST")
 [[ -n $commit ]] || die "$tag is not supported; supported are ${SUPPORTED[*]}."
 
 target=$ROOT/$tag

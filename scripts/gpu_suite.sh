@@ -10,7 +10,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 torch=${1:-2.11.0}
 python=$(find_python)
-read -r _ wheel _ < <(release_for "$(python_version "$python")")
+read -r _ wheel _ < <(newest_release)
 venv=$REPO/.venv-gpu
 PY=$venv/bin/python
 if [[ ! -x $PY ]]; then "$python" -m venv "$venv"; fi

@@ -4,8 +4,8 @@
 #   source scripts/lib.sh
 #   prepare_environment      # sets PY, the Python of .venv-3.X beside the repository
 #
-# $PYTHON names the interpreter to use; by default python3.12 is looked for, then any newer than
-# 3.10. Nothing is installed outside the repository.
+# $PYTHON names the interpreter to use; by default python3.12 is looked for, then a newer one.
+# Nothing is installed outside the repository.
 
 unset CDPATH # it would send cd elsewhere
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -28,7 +28,7 @@ fi
 # Prints "MAJOR.MINOR" of an interpreter that works and is new enough, else fails.
 python_version() {
     "$1" -c 'import sys, venv
-assert sys.version_info >= (3, 10)
+assert sys.version_info >= (3, 12)
 print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
 
@@ -37,7 +37,7 @@ find_python() {
     local candidate
     if [[ -n ${PYTHON:-} ]]; then
         python_version "$PYTHON" >/dev/null ||
-            die "PYTHON=$PYTHON is not a working Python of at least 3.10 with venv."
+            die "PYTHON=$PYTHON is not a working Python of at least 3.12 with venv."
         echo "$PYTHON"
         return
     fi
@@ -45,28 +45,26 @@ find_python() {
     if command -v pyenv >/dev/null; then
         candidates+=("$(pyenv root)"/versions/3.12*/bin/python3)
     fi
-    candidates+=(python3.13 python3 python3.11 python3.10)
+    candidates+=(python3.13 python3)
     for candidate in "${candidates[@]}"; do
         if python_version "$candidate" >/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    die "no Python of at least 3.10 with venv was found; install Python 3.12 or set PYTHON to one."
+    die "no Python of at least 3.12 with venv was found; install Python 3.12 or set PYTHON to one."
 }
 
-# Prints "TAG WHEEL PYTHON TORCH -" of the newest supported Megatron release for a Python version.
-release_for() {
-    awk -v minor="${1#3.}" '/^core_/ && $5 == "-" { if (substr($3, 3) + 0 <= minor + 0) found = $0 }
-        END { print found }' "$REPO/megatron_ext/releases.txt"
+# Prints "TAG WHEEL TORCH -" of the newest supported Megatron release.
+newest_release() {
+    awk '/^core_/ && $4 == "-" { found = $0 } END { print found }' "$REPO/megatron_ext/releases.txt"
 }
 
-# Prints the packages for a Python version, one a line: also those that the training loop of old
-# Megatron releases imports without naming them. PIP_CONSTRAINT and pip's configuration may hold
-# torch below the version of releases.txt: then pip takes the newest that is allowed.
+# Prints the packages, one a line. PIP_CONSTRAINT and pip's configuration may hold torch below the
+# version of releases.txt: then pip takes the newest that is allowed.
 requirements() {
     local wheel torch
-    read -r _ wheel _ torch _ < <(release_for "$1")
+    read -r _ wheel torch _ < <(newest_release)
     printf '%s\n' "megatron-core==$wheel" "torch>=2.13,<=$torch"
     printf '%s\n' numpy six pyyaml regex einops pybind11 pydantic psutil packaging 'setuptools>=77' \
         wheel 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' \
@@ -81,7 +79,7 @@ prepare_environment() {
     venv=$REPO/.venv-$version
     PY=$venv/bin/python
     wanted=$({
-        requirements "$version"
+        requirements
         cat "$REPO/pyproject.toml"
     } | "$python" -c 'import hashlib, sys
 print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
@@ -91,7 +89,7 @@ print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
             die "could not make $venv; on Debian and Ubuntu, install python3-venv."
     fi
     if [[ $(cat "$venv/$STAMP" 2>/dev/null) != "$wanted" ]]; then
-        mapfile -t packages < <(requirements "$version")
+        mapfile -t packages < <(requirements)
         say "installing into $venv (a first time takes minutes): ${packages[*]}"
         install_packages "${packages[@]}"
         install_packages --no-deps --no-build-isolation --editable "$REPO"

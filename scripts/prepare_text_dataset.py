@@ -10,8 +10,6 @@ data/text.json records what went in; run again with the same options, the script
 Train on it with
 
     --data-path data/text --tokenizer-type NullTokenizer --vocab-size 257
-
-(Megatron core_v0.17 and older count the end-of-document token themselves: --vocab-size 256.)
 """
 
 from __future__ import annotations
@@ -149,8 +147,7 @@ def main() -> int:
     """Run the command line; return the exit status (2: a mistake of the user's)."""
     parser = argparse.ArgumentParser(
         description="Turn a directory of text files into a Megatron dataset of bytes.",
-        epilog="Train with --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 257 "
-        "(256 for Megatron core_v0.17 and older).",
+        epilog="Train with --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 257.",
     )
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="DIR")
     parser.add_argument("--output", required=True, type=Path, metavar="PREFIX")

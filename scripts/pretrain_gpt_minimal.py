@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """A short GPT pretraining script on the installed megatron-core: stock flags, stock training loop.
 
-For machines that have megatron-core's wheel (0.17 and later carry ``megatron.training``) but no
-Megatron-LM checkout. It trains exactly what ``pretrain_gpt.py`` trains with the same flags: dense
-and mixture-of-experts GPT with tensor, pipeline, expert and data parallelism, real or mock data.
-What lies beyond (``_BEYOND``) is refused.
+For machines that have megatron-core's wheel but no Megatron-LM checkout. It trains exactly what
+``pretrain_gpt.py`` trains with the same flags: dense and mixture-of-experts GPT with tensor,
+pipeline, expert and data parallelism, real or mock data. What lies beyond (``_BEYOND``) is refused.
 
     torchrun --nproc-per-node 4 -m megatron_ext.launch --device cpu pretrain_gpt <Megatron's flags>
 """
@@ -12,7 +11,6 @@ What lies beyond (``_BEYOND``) is refused.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 import warnings
@@ -33,7 +31,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
-from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import (
+    core_transformer_config_from_args,
+    parse_and_validate_args,
+)
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 # Flags (argparse names) that change the data or the model in ways this script does not follow, and
@@ -195,14 +197,13 @@ def use_shipped_helpers() -> None:
 def main() -> None:
     """Train as the command line says."""
     use_shipped_helpers()
-    model_type, first = ModelType.encoder_or_decoder, []
-    if "cfg_container" in inspect.signature(pretrain).parameters:  # from core_v0.18
-        from megatron.training.argument_utils import pretrain_cfg_container_from_args
-        from megatron.training.arguments import parse_and_validate_args
-
-        first = [pretrain_cfg_container_from_args(parse_and_validate_args())]
-    train = functools.partial(pretrain, *first, build_datasets)
-    train(model_provider=build_model, model_type=model_type, forward_step_func=forward_step)
+    pretrain(
+        pretrain_cfg_container_from_args(parse_and_validate_args()),
+        build_datasets,
+        model_provider=build_model,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ fi
 
 mapfile -t tags < <(scripts/get_megatron.sh --list)
 if [[ " $* " != *" --all "* ]]; then
-    read -r tag _ < <(release_for "$(python_version "$PY")")
+    read -r tag _ < <(newest_release)
     tags=("$tag")
 fi
 if [[ -z ${MEGATRON_LM:-} || ${#tags[@]} -gt 1 ]]; then

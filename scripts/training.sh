@@ -2,8 +2,8 @@
 # Environment that every training script here reads (in brackets: the default; what you set wins):
 #
 # Required:
-#   MEGATRON_LM      a Megatron-LM checkout; or `installed`: the installed megatron-core (0.17 or
-#                    later) with this project's short pretraining script
+#   MEGATRON_LM      a Megatron-LM checkout; or `installed`: the installed megatron-core with this
+#                    project's short pretraining script
 #   CHECKPOINT_DIR   where checkpoints are saved, and loaded from if there are any
 #   DATA_PATH        Megatron's --data-path (weights allowed, split at spaces), or `mock`
 #   TOKENIZER_MODEL  the tokenizer's model or folder; not for NullTokenizer

@@ -123,16 +123,6 @@ def all_to_all_single(
     return original(output, input, *sizes, *args, **kwargs)
 
 
-def isend(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Send a copy: until core_v0.17, interleaving frees a sent tensor before it has left.
-
-    Stock's ``deallocate_output_tensor`` swaps the storage of an output right after ``isend``. On
-    a GPU the memory stays until its stream is done with it; here it is free at once, and the
-    receiver would get whatever is stored there next.
-    """
-    return original(tensor.detach().clone(), *args, **kwargs)
-
-
 def _patch_workers() -> None:
     """One worker thread a process group (see ``gloo_options``).
 
@@ -156,7 +146,7 @@ def _patch_workers() -> None:
 
 def install() -> None:
     """Rebind torch.distributed's functions. Call once, from ``megatron_ext.cpu``."""
-    for wrapper in (init_process_group, all_reduce, all_gather, all_to_all_single, isend):
+    for wrapper in (init_process_group, all_reduce, all_gather, all_to_all_single):
         _around(wrapper.__name__, wrapper)
     _patch_workers()
     # Groups: device_id binds a group to a GPU, pg_options are NCCL's.

@@ -95,8 +95,6 @@ def _mask(length: int, group: Any, documents: torch.Tensor | None) -> torch.Tens
 def fix_attention(module: ModuleType) -> None:
     """Let ``DotProductAttention`` of Megatron's module work on a part of the sequence, on packed
     sequences, and with values of another size than keys."""
-    if hasattr(module, "AttentionFuncionWithContextParallel"):
-        return  # Before core_v0.16.1 it could, with --cp-comm-type all_gather.
 
     def init_completed(
         original: Any,

@@ -6,13 +6,11 @@ before the script asks for it.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -73,11 +71,6 @@ def _create_adam_state(optimizer: torch.optim.Adam) -> None:
             }
 
 
-def _fix_fused_kernels(module: Any) -> None:
-    """Load no CUDA kernels: core_v0.16.1 looks for nvcc at start, whatever flags are given."""
-    module.load = lambda args: None
-
-
 def _fix_mappings(module: Any) -> None:
     """Reduce over one rank by doing nothing.
 
@@ -92,21 +85,15 @@ def _fix_mappings(module: Any) -> None:
     around(module, "reduce_from_tensor_model_parallel_region", reduce_if_several)
 
 
-def _fix_moe_utils(module: ModuleType) -> None:
-    """Define the name that core_v0.16.1 tests for but only sets with Transformer Engine."""
-    module.__dict__.setdefault("te_general_gemm", None)
-
-
 def _fix_recompute(module: Any) -> None:
-    """Refill discarded outputs by a copy, as core_v0.16.1 does, and without asking for FP8.
+    """Refill discarded outputs by a copy, and without asking for FP8.
 
-    Later versions compile a C++ extension that shares the memory instead: a minute, and a compiler,
-    in the first backward pass. They also ask Transformer Engine for its FP8 state, even where it is
-    missing: their own default of ``fp8``, False, is not the None that they test for.
+    Megatron compiles a C++ extension that shares the memory instead: a minute, and a compiler, in
+    the first backward pass. It also asks Transformer Engine for its FP8 state, even where it is
+    missing: its own default of ``fp8``, False, is not the None that it tests for.
     """
-    if hasattr(module, "_get_share_storage"):
-        module._get_share_storage = lambda: _copy_storage
-    if not module.HAVE_TE and hasattr(module, "CheckpointWithoutOutput"):
+    module._get_share_storage = lambda: _copy_storage
+    if not module.HAVE_TE:
         begin = module.CheckpointWithoutOutput.__init__
         begin.__defaults__ = tuple(value or None for value in begin.__defaults__ or ())
 
@@ -142,40 +129,6 @@ def _fix_optimizer_offload(module: Any) -> None:
     around(module.HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", split_as_on_a_gpu)
 
 
-class _TritonStub(ModuleType):
-    """Enough of triton to define kernels that nobody calls on a CPU."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda function=None, **kwargs: function or (lambda kernel: kernel)
-
-
-@contextlib.contextmanager
-def _triton_stub() -> Iterator[None]:
-    """Provide a stand-in for triton inside the context, where triton is not installed.
-
-    core_v0.16.1 imports triton unconditionally in one module that every training script reaches,
-    and CPU builds of torch come without it. Only there: other modules ask whether triton can be
-    imported, and the answer must be no.
-    """
-    if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
-        yield
-        return
-    stubs = {name: _TritonStub(name) for name in ("triton", "triton.language")}
-    stubs["triton"].__dict__["language"] = stubs["triton.language"]
-    sys.modules.update(stubs)
-    try:
-        yield
-    finally:
-        for name in stubs:
-            del sys.modules[name]
-
-
-# What to do around and after the execution of a module.
-_CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "megatron.core.transformer.custom_layers.batch_invariant_kernels": _triton_stub,
-}
 _FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _fix_optimizer_offload,
     "megatron.core.optimizer.distrib_optimizer": _fix_distributed_optimizer,
@@ -183,9 +136,7 @@ _FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_recompute,
     "megatron.core.transformer.dot_product_attention": context_parallel.fix_attention,
-    "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
     "megatron.core.transformer.torch_norm": context_parallel.fix_norm,
-    "megatron.legacy.fused_kernels": _fix_fused_kernels,
 }
 
 
@@ -196,19 +147,16 @@ class _FixingFinder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the ordinary spec of a module to fix, with its execution wrapped."""
-        context = _CONTEXTS.get(fullname, contextlib.nullcontext)
         fix = _FIXES.get(fullname)
-        if fullname not in _CONTEXTS and fix is None:
+        if fix is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
             return None
 
         def exec_module(original: Callable[[ModuleType], None], module: ModuleType) -> None:
-            with context():
-                original(module)
-            if fix is not None:
-                fix(module)
+            original(module)
+            fix(module)
 
         around(spec.loader, "exec_module", exec_module)
         return spec

@@ -62,6 +62,7 @@ class MegatronArgs(Protocol):
     # Batch and training loop.
     micro_batch_size: int
     global_batch_size: int | None
+    step_batch_size_schedule: str | None
     train_iters: int
     curr_iteration: int  # set by Megatron's training loop
     log_interval: int

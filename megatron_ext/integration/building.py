@@ -1,5 +1,5 @@
-"""Where Megatron's scripts build their models: ``get_model``, and from 0.18 on the builders of its
-model configurations, which do not call it."""
+"""Where Megatron's scripts build their models: ``get_model``, and the builders of its model
+configurations, which do not call it."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Building:
     built: Callable[[Sequence[Any]], object] = _nothing
 
     def hooks(self) -> list[Hook]:
-        """On every way that this Megatron has."""
-        found = [Hook(GET_MODEL, around(self._get_model), self.why)]
-        if BUILDERS.exists:
-            found.append(Hook(BUILDERS, around(self._build_models), self.why))
-        return found
+        """On both ways."""
+        return [
+            Hook(GET_MODEL, around(self._get_model), self.why),
+            Hook(BUILDERS, around(self._build_models), self.why),
+        ]
 
     def _get_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = bound(original, *args, **kwargs)

@@ -246,14 +246,6 @@ class LayerPattern:
         return [plain[end - count : end] for count, end in zip(counts, accumulate(counts))]
 
 
-def hybrid_without_stages(args: MegatronArgs) -> bool:
-    """True for a hybrid model of Megatron before core_v0.17, which has one chunk a rank."""
-    if hasattr(args, "hybrid_layer_pattern"):
-        return False
-    names = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_attention_ratio")
-    return any(getattr(args, name, None) for name in (*names, "hybrid_mlp_ratio"))
-
-
 @functools.cache
 def vee_layout(pp: int, text: str) -> Any:
     """Megatron's layout object for a V: ``text`` lists the 2 * pp stages in model order.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..schedule.select import ONE_CHUNK
 from .rules import Rule
-from .targets import HYBRID_INIT, HYBRID_MODEL
+from .targets import HYBRID_MODEL
 
 PLACEABLE = Rule(
     "--pp-schedule {schedule} needs a model whose stages can be placed as a V, megatron.core's "
@@ -35,11 +35,6 @@ def placed_models() -> tuple[type, ...]:
     from megatron.core.models.gpt import GPTModel
 
     return GPTModel, HYBRID_MODEL.found
-
-
-def hybrid_model_has_chunks() -> bool:
-    """False before core_v0.17: a hybrid model has one chunk a rank."""
-    return "vp_stage" in inspect.signature(HYBRID_INIT.found).parameters
 
 
 def require_placed(chunks: Sequence[Any], name: str) -> None:

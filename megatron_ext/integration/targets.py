@@ -69,9 +69,7 @@ class Target(NamedTuple):
 _CORE, _TRAINING = "megatron.core", "megatron.training"
 _GPT = f"{_CORE}.models.gpt.gpt_model:GPTModel"
 _HYBRID = f"{_CORE}.models.hybrid.hybrid_model:HybridModel"
-_MAMBA = f"{_CORE}.models.mamba.mamba_model:MambaModel"
 _LAYER = f"{_CORE}.transformer.moe.moe_layer:MoELayer"
-SLIME = "slime.backends.megatron_utils"
 
 # Pipeline.
 SCHEDULES = f"{_CORE}.pipeline_parallel.schedules"
@@ -116,20 +114,12 @@ GPT_POSTPROCESS = Target.at(
     f"{_GPT}._postprocess", "self", "hidden_states", "labels", "mtp_in_postprocess", "loss_mask"
 )
 GPT_STATE = Target.at(f"{_GPT}.sharded_state_dict", "self")
-# Up to core_v0.17 it is the second.
-HYBRID_MODEL = Target((_HYBRID, _MAMBA))
-HYBRID_INIT = Target(
-    (f"{_HYBRID}.__init__", f"{_MAMBA}.__init__"),
-    ("self", "config", "pre_process", "post_process"),
-)
-HYBRID_FORWARD = Target((f"{_HYBRID}.forward", f"{_MAMBA}.forward"), ("self", "inference_context"))
-# Before core_v0.17 Megatron lacks it: its hybrid models have one chunk a rank.
-HYBRID_SEGMENT = Target(
-    (
-        f"{_CORE}.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
-        f"{_CORE}.ssm.mamba_hybrid_layer_allocation:select_pipeline_segment",
-    ),
-    ("main_pattern", "pp_group", "vp_stage", "first_stage_layers", "last_stage_layers"),
+HYBRID_MODEL = Target.at(_HYBRID)
+HYBRID_INIT = Target.at(f"{_HYBRID}.__init__", "self", "config", "pre_process", "post_process")
+HYBRID_FORWARD = Target.at(f"{_HYBRID}.forward", "self", "inference_context")
+HYBRID_SEGMENT = Target.at(
+    f"{_CORE}.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
+    *("main_pattern", "pp_group", "vp_stage", "first_stage_layers", "last_stage_layers"),
 )
 ATTENTION = {
     name: Target.at(
@@ -154,7 +144,6 @@ ROTATION = Target.at(
 )
 _MTP = f"{_CORE}.transformer.multi_token_prediction"
 MTP_ROLL = Target.at(f"{_MTP}:roll_tensor", "tensor", "shifts")
-# From core_v0.17 on.
 MTP_LOSS = Target.at(
     f"{_MTP}:process_mtp_loss", "labels", "loss_mask", "compute_language_model_loss"
 )
@@ -190,13 +179,7 @@ BALANCING_LOG = Target.at(
     f"{_ROUTER}:TopKRouter.attach_and_log_load_balancing_loss",
     *("self", "activation", "aux_loss", "valid_token_count"),
 )
-# A tracker, or before core_v0.18 the dictionary in which losses of MoE layers are summed up.
-ROUTER_METRICS = Target(
-    (
-        f"{_CORE}.transformer.moe.moe_logging:get_moe_metrics_tracker",
-        f"{_CORE}.transformer.moe.moe_utils:get_moe_layer_wise_logging_tracker",
-    )
-)
+ROUTER_METRICS = Target.at(f"{_CORE}.transformer.moe.moe_logging:get_moe_metrics_tracker")
 Z_LOSS = Target.at(f"{_ROUTER}:z_loss_func", "logits", "z_loss_coeff")
 GRAPH_ORDER = Target.at(
     f"{_CORE}.transformer.cuda_graphs:convert_schedule_table_to_order",
@@ -245,7 +228,6 @@ ARGUMENTS = Target.at(f"{_TRAINING}.arguments:add_megatron_arguments", "parser")
 VALIDATE = Target.at(f"{_TRAINING}.arguments:validate_args", "args")
 INITIALIZE = Target.at(f"{_TRAINING}.initialize:_initialize_distributed", "get_embedding_ranks")
 GET_MODEL = Target.at(f"{_TRAINING}.training:get_model", "model_provider_func")
-# From core_v0.19 on, beside ``get_model``.
 BUILDERS = Target.at(
     f"{_TRAINING}.models.dist_utils:unimodal_build_distributed_models",
     *("build_model_func", "pre_wrap_hook"),
@@ -256,7 +238,6 @@ SKIPPED_STEP = Target.at(f"{_TRAINING}.training:dummy_train_step", "data_iterato
 TRAINING_LOG = Target.at(f"{_TRAINING}.training:training_log", "iteration", "is_first_iteration")
 PRINT_LAST = Target.at(f"{_TRAINING}.utils:print_rank_last", "message")
 DECIDE_EXIT = Target.at(f"{_TRAINING}.training:checkpoint_and_decide_exit", "iteration", "model")
-# Before core_v0.18 Megatron does not count tokens of packed documents.
 SEQLEN_COUNT = Target.at(f"{_TRAINING}.training:consume_seqlen_stats_in_iteration")
 DOCUMENT_COUNT = Target.at(
     f"{_TRAINING}.training:update_seqlen_stats_from_cu_seqlens", "cu_seqlens"
@@ -276,8 +257,6 @@ DATASETS = Target.at(
 )
 
 # Trainers on Megatron.
-SLIME_FORWARD = Target.at(f"{SLIME}.model:forward_only", "data_iterator", "store_prefix")
-SLIME_ADVANTAGES = Target.at(f"{SLIME}.loss:compute_advantages_and_returns", "rollout_data")
 BRIDGE_EMBEDDINGS = Target.at(
     "megatron.bridge.models.conversion.model_bridge:"
     "MegatronModelBridge._broadcast_shared_embeddings",

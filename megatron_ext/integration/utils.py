@@ -160,8 +160,7 @@ def full_batch(args: MegatronArgs) -> int | None:
     """Samples of the largest batch: ``--global-batch-size``, or the largest of a schedule of sizes
     (``--step-batch-size-schedule``, which Megatron allows only without the former); None where
     neither says it, before Megatron has set its default."""
-    # Before core_v0.18 Megatron lacks it.
-    steps: str | None = getattr(args, "step_batch_size_schedule", None)
+    steps: str | None = args.step_batch_size_schedule
     if not steps:
         return args.global_batch_size
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator

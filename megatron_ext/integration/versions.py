@@ -21,7 +21,7 @@ def untested(version: str) -> str:
         found = parse(version)
     except ValueError:
         raise ConfigError(f"cannot read Megatron's version {version!r}") from None
-    if found < parse(RELEASES[0].version):
+    if found[:2] < RELEASES[0].line:
         raise ConfigError(
             f"megatron-core {version} is not supported; megatron_ext supports {known()}: install "
             f"one of these, e.g. megatron-core=={NEWEST.version}"
@@ -49,8 +49,8 @@ def require_supported(version: str) -> None:
 
 def known() -> str:
     """The supported versions, for a sentence."""
-    major, minor = RELEASES[-1].line
-    return f"{RELEASES[0].version} to {major}.{minor}.x (tested: {', '.join(TAGS)})"
+    oldest, newest = (".".join(map(str, one.line)) for one in (RELEASES[0], RELEASES[-1]))
+    return f"{oldest} to {newest} (tested: {', '.join(TAGS)})"
 
 
 def megatron_version() -> str:

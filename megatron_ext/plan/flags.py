@@ -83,9 +83,6 @@ FLAGS: dict[str, Any] = {
     "--overlap-param-gather": bool,
 }
 
-# Kinds of layers without a pattern: before core_v0.17 Megatron mixes them by ratios.
-_BY_RATIO = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio", "--is-hybrid-model")
-
 # What would make every number here wrong, and what to do instead.
 NOT_MODELLED = {
     "--use-megatron-fsdp": "shards parameters in another way",
@@ -98,9 +95,6 @@ NOT_MODELLED = {
     "--fp32-residual-connection": "doubles every message and residual",
     "--heterogeneous-layers-config-path": "gives every layer sizes of its own",
     "--heterogeneous-layers-config-encoded-json": "gives every layer sizes of its own",
-    **dict.fromkeys(
-        _BY_RATIO, "mixes kinds of layers, as --hybrid-override-pattern would in its place"
-    ),
 }
 
 # Also known, because they change what is counted here by less than its error or not at all.
@@ -164,9 +158,8 @@ def not_modelled(value: Callable[[str], Any]) -> str | None:
     Args:
         value: of one of Megatron's arguments, by name; None: it is not given.
     """
-    pattern = value("hybrid_layer_pattern") or value("hybrid_override_pattern")
     for flag, why in NOT_MODELLED.items():
-        if value(attribute(flag)) and not (pattern and flag in _BY_RATIO):
+        if value(attribute(flag)):
             return f"{flag} {why}"
     return None
 

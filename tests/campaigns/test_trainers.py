@@ -1,7 +1,7 @@
 """Frameworks on megatron-core train under our schedules as under Megatron's, to the last bit.
 
 Their own training steps run where $MEGATRON_EXT_TRAINERS is a folder of their checkouts (by the
-repository's name: verl, RL, ms-swift, slime, Megatron-Bridge); loops that copy their calls run
+repository's name: verl, RL, ms-swift, Megatron-Bridge); loops that copy their calls run
 always.
 """
 
@@ -22,7 +22,6 @@ FRAMEWORKS = {
     "verl": (".", "core_v0.18.2", ("tensordict", "omegaconf", "hydra")),
     "RL": (".", "core_v0.20.0-d98e8a64", ("hydra",)),
     "ms-swift": (".", INSTALLED, ()),
-    "slime": (".", "core_v0.16.0rc0-1dcf0daf", ()),
     "Megatron-Bridge": ("src", "core_v0.20.0-d98e8a64", ("omegaconf",)),
 }
 LOOPS = tuple(f"loop: {name}" for name in FRAMEWORKS)

@@ -27,10 +27,6 @@ class TestOnMegatron:
     def test_every_target_is_replaced_and_then_restored(self, hooks: dict[str, Any]) -> None:
         assert set(hooks["changed"].values()) == {True}
         assert set(hooks["restored"].values()) == {True}
-        hybrid = [target for target in hooks["changed"] if "hybrid" in target or "Mamba" in target]
-        predictions = [target for target in hooks["changed"] if "multi_token" in target]
-        assert len(hooks["changed"]) == 26 + len(hybrid) + len(predictions)
-        assert len(hybrid) >= 2
 
     def test_modules_that_imported_by_name_are_rebound(self, hooks: dict[str, Any]) -> None:
         assert hooks["consumer_rebound"] is True
@@ -67,9 +63,9 @@ def test_supported_versions(version: str, caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.16.0rc0.dev132713", "0.16.0a0", "unknown"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.17.1", "unknown"])
 def test_older_versions_are_refused_with_the_supported_ones(version: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{RELEASES[0].version} to .*{NEWEST.tag}|cannot read"):
+    with pytest.raises(ConfigError, match=rf"supports 0.18 to .*{NEWEST.tag}|cannot read"):
         require_supported(version)
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from megatron_ext import _megatron_flags as table
 from megatron_ext.plan.flags import COUNTED_AS, FLAGS, NOT_MODELLED
-from tests.support.checkouts import MAIN_TAG, RUNNING, Serve, version
+from megatron_ext.releases import TAGS
+from tests.support.checkouts import MAIN_TAG, Serve, version
 
 # Not of the newest parser: what a launcher says, fields of recipes, other versions and branches.
 OUTSIDE = {"--world-size", "--disable-parameter-transpose-cache", "--cpu-offloading"}
 OUTSIDE |= {"--use-custom-fsdp", "--original-max-position-embeddings"}
 OUTSIDE |= {"--use-legacy-models", "--enable-mhc-connections", "--enable-hyper-connections"}
 OUTSIDE |= {"--output-logit-dtype", "--overlap-dispatch-backward-with-experts-wgrad"}
-OUTSIDE |= {"--hybrid-attention-ratio", "--hybrid-mlp-ratio"}
 # Types that Megatron reads with a function of its own, whose text plan reads itself.
 OWN = {"enum_type_handler", "moe_freq_type", "la_freq_type", "tuple_type"}
 
@@ -34,7 +34,7 @@ def other_types(flags: dict[str, str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("tag", [version(tag) for tag in RUNNING])
+@pytest.mark.parametrize("tag", [version(tag) for tag in TAGS])
 def test_the_table_is_that_of_the_parser(tag: str, serve: Serve) -> None:
     flags = serve(tag).flags()
     assert without_kind(flags) == []

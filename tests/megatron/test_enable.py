@@ -52,8 +52,6 @@ def test_three_models_are_bitwise_stocks(
     results: Cases, case: str, stock: str, request: pytest.FixtureRequest
 ) -> None:
     """Losses and log-probabilities of every microbatch, and the gradients of the last step."""
-    if "hybrid" in case and "0.16" in request.node.callspec.params["results"]:
-        pytest.skip("before 0.17 Megatron's hybrid models have one chunk a rank")
     ours, theirs = results[case], results[stock]
     returned = merged(theirs, "returned")
     assert len(returned) == 3 * (4 + 7 + 5)
@@ -111,8 +109,6 @@ def test_every_model_has_an_order_for_its_own_estimate(results: Cases) -> None:
 
 
 def test_a_hybrid_model_has_one_too(results: Cases, request: pytest.FixtureRequest) -> None:
-    if "0.16" in request.node.callspec.params["results"]:
-        pytest.skip("before 0.17 Megatron's hybrid models have one chunk a rank")
     rows = re.findall("made for FLOPs .*", results["v-half-hybrid"][0]["log"])
     assert len(rows) == 3 and "stage 0 " in rows[0] and "; stage 3 " in rows[0]
 

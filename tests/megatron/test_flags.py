@@ -246,7 +246,6 @@ def broken_rules(folder: Path) -> list[tuple[str, dict[str, Any], dict[str, Any]
         ),
         ("v-half", {}, lists, "4 pipeline ranks can share, but --pipeline-model-par"),
         ("auto", {}, {virtual: 1}, f"support --{virtual.replace('_', '-')} 1: it"),
-        ("v-half", {}, {"is_hybrid_model": True}, "needs 2 model chunks a rank"),
         (
             *("v-half", {}, {"num_layers_per_virtual_pipeline_stage": 2}),
             "does not support --num-layers-per-virtual-pipeline-stage 2: it always has two",

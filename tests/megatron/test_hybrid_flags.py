@@ -164,21 +164,6 @@ def test_a_schedule_file(tmp_path: Path) -> None:
         accepted(str(path), "M*-M")
 
 
-def test_before_0_17_hybrid_models_have_one_chunk() -> None:
-    """Its patterns have no stages."""
-
-    def older(schedule: str, **changed: Any) -> Any:
-        args = arguments("", hybrid_override_pattern="M*-M", num_layers=4, **changed)
-        del args.hybrid_layer_pattern
-        return before_megatron(args, ScheduleRequest.of(schedule))
-
-    assert older("auto").name == "zb-h1"
-    assert older("zb-h1").name == "zb-h1"
-    for schedule in ("v-half", "interleaved-zb"):
-        with pytest.raises(ConfigError, match="hybrid models have one; use .*zb-h1"):
-            older(schedule, num_virtual_stages_per_pipeline_rank=None)
-
-
 @pytest.mark.parametrize(
     ("layers", "stages", "first", "last", "taken", "counts"),
     [

@@ -76,7 +76,7 @@ def test_unsupported_megatron(tmp_path: Path) -> None:
     )
     assert done.returncode == 2, done.stdout
     assert "megatron-core 0.12.3 is not supported" in done.stdout
-    assert "supports 0.16.0rc0 to 0." in done.stdout
+    assert "supports 0.18 to 0." in done.stdout
     assert "TRAINS" not in done.stdout
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.integration.errors import ConfigError
-from megatron_ext.integration.features.lengths.queue import Ahead, Indexed, Queues
+from megatron_ext.integration.features.lengths.queue import Ahead, Queues
 from megatron_ext.integration.features.lengths.read import asked, sequences_of
 
 
@@ -72,7 +72,7 @@ class Fields:
             [3, 5],
             True,
         ),
-        # slime: a list of sequences.
+        # A list of sequences.
         ({"tokens": [torch.zeros(3), torch.zeros(2)]}, [3, 2], True),
         ({"input_ids": [[1, 2, 3]]}, [3], True),
         (torch.zeros(7), [7], False),
@@ -154,39 +154,6 @@ def test_what_was_read_must_be_drawn() -> None:
     queue.drop()
     queue.begin(range(1))
     assert next(queue) == 2
-
-
-class Samples:
-    """As slime's iterator."""
-
-    def __init__(self) -> None:
-        self.rollout_data = {"tokens": [[0] * n for n in (3, 5, 2, 7)], "reward": [1, 2, 3, 4]}
-        self.micro_batch_indices = [[0, 2], [1], [3]]
-        self.offset = 0
-
-    def get_next(self, keys: list[str]) -> dict[str, Any]:
-        numbers = self.micro_batch_indices[self.offset]
-        self.offset += 1
-        return {key: [self.rollout_data[key][one] for one in numbers] for key in keys}
-
-
-def test_samples_by_number() -> None:
-    """In the order of a step, and behind it in that of the next one."""
-    source, other = Samples(), SimpleNamespace(get_next=None, micro_batch_indices=None)
-    queue, _ = Queues().over([source, None])
-    assert isinstance(queue, Indexed) and queue.rollout_data is source.rollout_data
-    assert [sequences_of(one).lengths for one in queue.peek(2)] == [[3, 2], [5]]
-    queue.begin([1, 0])
-    assert [queue.get_next(["reward"]) for _ in range(2)] == [{"reward": [2]}, {"reward": [1, 3]}]
-    with pytest.raises(ConfigError, match="but 3 were drawn for 2 microbatches"):
-        queue.get_next(["reward"])
-    queue.end()
-    queue.begin([0])
-    assert queue.get_next(["reward"]) == {"reward": [4]} and source.offset == 3
-    with pytest.raises(ConfigError, match="ended after 0 microbatches of a step"):
-        queue.peek(1)
-    with pytest.raises(ConfigError, match=r"next\(\) reads, but a SimpleNamespace does not"):
-        Queues().over([other])
 
 
 def test_data_that_ends_is_refused() -> None:

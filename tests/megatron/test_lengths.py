@@ -75,7 +75,7 @@ def test_sets_count_by_their_tokens(results: Cases, case: str) -> None:
 def test_the_other_ways(results: Cases) -> None:
     """The drop-in function, and lengths from a function of the user's, for data of other forms."""
     expected = merged(results["zb-h1-free"], "gradients")
-    for case in ("dropped-in", "function", "indexed"):
+    for case in ("dropped-in", "function"):
         assert merged(results[case], "gradients") == expected
         assert merged(results[case], "returned") == merged(results["stock"], "returned")
 

@@ -144,7 +144,7 @@ def by_get_model(hook: Callable[[str], Any], original: Any, provider: Any) -> An
 
 
 def by_a_builder(hook: Callable[[str], Any], original: Any, provider: Any) -> Any:
-    """As ``GPTModelBuilder.build_distributed_models`` calls it from 0.18 on."""
+    """As ``GPTModelBuilder.build_distributed_models`` calls it."""
 
     def build(build_model_func: Any, config: Any, pre_wrap_hook: Any = None) -> Any:
         models = original(build_model_func)

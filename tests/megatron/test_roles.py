@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -89,47 +87,6 @@ def _is_last_rank(group: Any) -> bool:
 def test_the_rank_that_has_returned_values(on_rank: Any, rank: int) -> None:
     """Once a call has returned, one: losses are logged and summed by it."""
     assert _is_last_rank(on_rank(rank, running=False)) == (rank == PP - 1)
-
-
-_MODEL = """
-from megatron.core import parallel_state
-def forward_only(f, data_iterator, store_prefix=""):
-    return bool(parallel_state.is_pipeline_last_stage())
-"""
-_LOSS = """
-def compute_advantages_and_returns(args, rollout_data):
-    raise RuntimeError
-"""
-
-
-def test_slime_reads_returned_values_on_rank_0_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its loss reads log-probabilities and advantages, which it keeps where they were returned.
-
-    Of its package, the two functions' modules are not imported yet.
-    """
-    package = "slime.backends.megatron_utils"
-    for name in ("slime", "slime.backends", package, f"{package}.loss", f"{package}.model"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name, text in (("loss", _LOSS), ("model", _MODEL)):
-        (tmp_path / f"{name}.py").write_text(text)
-        del sys.modules[f"{package}.{name}"]
-    sys.modules[package].__path__ = [str(tmp_path)]
-    hooks = Hooks("a test")
-    hooks.apply(declared(Roles()))
-    loss, model = (importlib.import_module(f"{package}.{name}") for name in ("loss", "model"))
-    forward_only = model.forward_only.__wrapped__
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
-    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
-    for rank in range(PP):
-        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda r=rank: r)
-        assert model.forward_only(None, None) == (rank in (0, PP - 1))
-        with pytest.raises(RuntimeError):
-            loss.compute_advantages_and_returns(None, None)
-        assert parallel_state.is_pipeline_last_stage() == (rank == PP - 1)
-    hooks.revert()
-    assert model.forward_only is forward_only
 
 
 def _tied(first: float, last: float) -> list[Any]:

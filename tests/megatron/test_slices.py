@@ -150,14 +150,6 @@ class TestFlags:
         with pytest.raises(ConfigError, match=words):
             checked(**changed)
 
-    def test_old_versions_predict_one_token(self) -> None:
-        args = arguments(seq_length=64, hidden_size=32, pp_slices=4, mtp_num_layers=1)
-        for version, fits in (("0.17.1", True), ("0.16.1", False)):
-            run = Run(args, version, request=ScheduleRequest.of("v-half"))
-            refused = pytest.raises(ConfigError, match="--mtp-num-layers 1 on megatron-core 0.16.1")
-            with contextlib.nullcontext() if fits else refused:
-                Slices().check(run)
-
     def test_auto_makes_steps_short(self, caplog: pytest.LogCaptureFixture) -> None:
         """Few long microbatches are cut, many or short ones are not; under a cap that whole
         microbatches do not keep slices may."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid import hybrid_block as block
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_token_prediction as mtp
@@ -18,15 +19,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-try:
-    from megatron.core.models.hybrid import hybrid_block as block
-
-    STACK, SUBMODULES = block.HybridStack, block.HybridStackSubmodules
-except ImportError:  # before core_v0.18
-    from megatron.core.ssm import mamba_block as block
-
-    STACK, SUBMODULES = block.MambaStack, block.MambaStackSubmodules
 
 block.TENorm = WrappedTorchNorm  # the final norm is Transformer Engine's otherwise
 
@@ -64,8 +56,8 @@ def _mlp(module: type, layer: Any) -> ModuleSpec:
 _layer = get_gpt_layer_local_spec().submodules
 _experts = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False).submodules
 SPEC = ModuleSpec(
-    module=STACK,
-    submodules=SUBMODULES(
+    module=block.HybridStack,
+    submodules=block.HybridStackSubmodules(
         mamba_layer=ModuleSpec(module=Mixer),
         attention_layer=ModuleSpec(
             module=TransformerLayer,

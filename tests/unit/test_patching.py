@@ -361,7 +361,7 @@ def test_script_refuses(checkout: Path, script: Path, kind: str) -> None:
 @needs_git
 @pytest.mark.parametrize(
     ("version", "pre"),
-    [((0, 16, 0), "rc0"), ((0, 16, 0), ""), ((0, 16, 1), ""), ((0, 19, 1), ""), ((0, 20, 0), "")],
+    [((0, 18, 0), "rc0"), ((0, 18, 2), ""), ((0, 19, 1), ""), ((0, 20, 0), "")],
 )
 def test_script_and_command_choose_the_same(
     checkout: Path, script: Path, version: tuple[int, int, int], pre: str

@@ -12,7 +12,7 @@ from typing import Any
 
 from ... import __version__, patching
 from ...offload.host_memory import GIB, stated_host_bytes
-from ...releases import NEWEST, RELEASES, TAGS
+from ...releases import PYTHON, TAGS
 from . import machine
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -55,13 +55,11 @@ def diagnose(facts: dict[str, Any], checkout: Path | None, root: Path) -> Iterat
 
 def _own() -> Iterator[Finding]:
     version = platform.python_version()
-    if sys.version_info >= NEWEST.python:
+    if sys.version_info >= PYTHON:
         yield Finding("python", OK, version)
     else:
-        usable = [r.tag for r in RELEASES if r.python <= sys.version_info[:2]]
-        text = f"{version}: enough for {', '.join(['the schedule tools', *usable])} only"
-        fix = f"use Python {'.'.join(map(str, NEWEST.python))} for {NEWEST.tag}"
-        yield Finding("python", WARNING, text, fix)
+        fix = f"use Python {'.'.join(map(str, PYTHON))} to train"
+        yield Finding("python", WARNING, f"{version}: enough for the schedule tools only", fix)
     yield Finding("megatron_ext", OK, f"{__version__}, patches for {', '.join(TAGS)}")
 
 

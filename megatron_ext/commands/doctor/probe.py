@@ -70,9 +70,6 @@ def megatron_facts() -> dict[str, Any]:
         return {**facts, "unsupported": str(error)}
     try:
         import megatron.training.training  # noqa: F401
-    except ModuleNotFoundError as error:
-        # The wheels have no training loop before 0.17; then only the core's hooks are looked for.
-        facts["training_error"] = str(error)
     except Exception as error:
         return {**facts, "training_error": f"{type(error).__name__}: {error}", "hooks": {}}
     facts["hooks"] = hooks(facts["version"])

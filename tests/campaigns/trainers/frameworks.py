@@ -54,7 +54,6 @@ STUBS = {
     "huggingface_hub rich pynvml mlflow",
     "ms-swift": "transformers accelerate modelscope mcore_bridge peft tqdm datasets trl requests "
     "PIL urllib3 safetensors huggingface_hub json_repair pandas",
-    "slime": "ray transformers tqdm wandb sglang sglang_router httpx",
     "Megatron-Bridge": "modelopt transformers tqdm wandb nvidia_resiliency_ext mlflow datasets "
     "requests nvdlfw_inspect comet_ml rich",
 }
@@ -72,7 +71,6 @@ MODULES = {
     "verl": "verl.workers.engine.megatron.transformer_impl",
     "RL": "nemo_rl.models.megatron.train",
     "ms-swift": "swift.megatron.trainers.trainer",
-    "slime": "slime.backends.megatron_utils",
     "Megatron-Bridge": "megatron.bridge.training.gpt_step",
 }
 BARE = {"Megatron-Bridge": "megatron.bridge megatron.bridge.training megatron.bridge.data"}
@@ -251,87 +249,6 @@ class Swift(Driver):
             yield {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
 
 
-class Slime(Driver):
-    """What ``train_actor`` does for GRPO, with packed sequences: ``forward_only`` with the
-    log-probabilities of the old policy, ``compute_advantages_and_returns``, ``train_one_step``."""
-
-    def __init__(self, tiny: Tiny) -> None:
-        super().__init__(tiny)
-        from megatron.training.global_vars import set_args
-
-        off = (
-            "custom_megatron_before_train_step_hook_path custom_megatron_before_log_prob_hook_path "
-            "save_debug_train_data allgather_cp enable_mtp_training decoder_seq_length ci_test "
-            "calculate_per_token_loss recompute_loss_function use_dynamic_batch_size "
-            "use_rollout_logprobs custom_advantage_function_path use_opd normalize_advantages "
-            "use_opsm get_mismatch_metrics use_tis use_kl_loss"
-        )
-        self._args = SimpleNamespace(
-            **dict.fromkeys(off.split()),
-            rollout_top_p=1.0,
-            rollout_temperature=1.0,
-            data_pad_size_multiplier=16,
-            seq_length=LONGEST,
-            micro_batch_size=1,
-            loss_type="policy_loss",
-            advantage_estimator="grpo",
-            kl_coef=0,
-            eps_clip=0.2,
-            eps_clip_high=0.28,
-            eps_clip_c=None,
-            entropy_coef=0.01,
-            log_probs_chunk_size=-1,
-            use_rollout_entropy=True,
-            rank=torch.distributed.get_rank(),
-        )
-        set_args(self._args)
-
-    def step(self, number: int) -> Any:
-        from slime.backends.megatron_utils.data import get_data_iterator
-        from slime.backends.megatron_utils.loss import (
-            compute_advantages_and_returns,
-            get_log_probs_and_entropy,
-        )
-        from slime.backends.megatron_utils.model import forward_only, train_one_step
-
-        tiny, m, data = self.tiny, len(LENGTHS), self._data(number)
-        with torch.no_grad():
-            found = forward_only(
-                get_log_probs_and_entropy, self._args, tiny.models, get_data_iterator(data), [m]
-            )
-        # As if the policy had been another when it wrote the responses.
-        for log_probs in found.get("log_probs", ()):
-            log_probs += torch.linspace(-0.3, 0.3, len(log_probs))
-        data.update(found)
-        compute_advantages_and_returns(self._args, data)
-        trained, _ = train_one_step(
-            self._args,
-            0,
-            number,
-            get_data_iterator(data),
-            tiny.models,
-            tiny.optimizer,
-            SCHEDULER,
-            m,
-            m,
-        )
-        return found, data.get("advantages"), trained
-
-    @staticmethod
-    def _data(number: int) -> dict[str, Any]:
-        tokens = sequences(number)
-        responses = [len(t) // 2 for t in tokens]
-        return {
-            "tokens": tokens,
-            "total_lengths": [len(t) for t in tokens],
-            "response_lengths": responses,
-            "rewards": [float(i % 3) - 1 for i in range(len(tokens))],
-            "loss_masks": [torch.ones(n, dtype=torch.int) for n in responses],
-            "rollout_mask_sums": [torch.tensor(float(n)) for n in responses],
-            "micro_batch_indices": [[i] for i in range(len(tokens))],
-        }
-
-
 class Bridge(Driver):
     """``train_step`` of recipes with the forward step of GPT models."""
 
@@ -427,6 +344,5 @@ DRIVERS: dict[str, type[Driver]] = {
     "verl": Verl,
     "RL": NemoRL,
     "ms-swift": Swift,
-    "slime": Slime,
     "Megatron-Bridge": Bridge,
 }

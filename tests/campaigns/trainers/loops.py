@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.utils import (
@@ -127,35 +126,6 @@ class SwiftLoop(Loop):
         return losses.sum(), mask.sum().to(torch.int), {"loss": report}
 
 
-class SlimeLoop(VerlLoop):
-    """Packed sequences, with padding; lists of tensors return."""
-
-    def forward_step(self, iterator: Any, model: Any) -> Any:
-        tokens = next(iterator)
-        rest = -len(tokens) % 16
-        bounds = [0, len(tokens), *([len(tokens) + rest] if rest else [])]
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int)
-        packed = PackedSeqParams(
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max(len(tokens), rest),
-            max_seqlen_kv=max(len(tokens), rest),
-            qkv_format="thd",
-        )
-        padded = torch.nn.functional.pad(tokens, (0, rest))[None]
-        output = model(padded, None, None, packed_seq_params=packed)
-        return output, functools.partial(self._packed_loss, tokens)
-
-    def _packed_loss(self, tokens: torch.Tensor, logits: torch.Tensor) -> Any:
-        loss, output = self._loss(tokens[None], logits[:, : len(tokens)])
-        values = output["model_output"]["log_probs"].values().detach()
-        report = {"keys": ["loss"], "values": torch.stack([torch.zeros(()), loss.detach()])}
-        return loss, torch.tensor(1), report | {"log_probs": [values]}
-
-    def collected(self, returned: Any) -> Any:
-        return returned if parallel_state.is_pipeline_last_stage() else None
-
-
 class BridgeLoop(Loop):
     """Process groups say which rank fetches tokens and labels; a communicator comes along."""
 
@@ -207,6 +177,5 @@ LOOPS: dict[str, type[Driver]] = {
     "loop: verl": VerlLoop,
     "loop: RL": NemoLoop,
     "loop: ms-swift": SwiftLoop,
-    "loop: slime": SlimeLoop,
     "loop: Megatron-Bridge": BridgeLoop,
 }

@@ -96,7 +96,7 @@ class Tiny:
         config.grad_scale_func = self.optimizer.scale_loss
 
     def _chunk(self, vp_stage: int | None) -> GPTModel:
-        # As verl, slime and ms-swift ask; the Bridge asks its process groups.
+        # As verl and ms-swift ask; the Bridge asks its process groups.
         stage: dict[str, Any] = {"ignore_virtual": vp_stage is None}
         if vp_stage is not None:
             stage["vp_stage"] = vp_stage

@@ -45,27 +45,18 @@ TARGETS = (
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
     "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
     "megatron.core.tensor_parallel.mappings:_ReduceScatterToSequenceParallelRegion",
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
+    "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
 )
-
-
-def hybrid_targets(version: tuple[int, ...]) -> list[str]:
-    """Where hybrid models are built, run and divided into stages."""
-    models, stages = "megatron.core.models", "select_pipeline_segment"
-    if version >= (0, 18):
-        model = f"{models}.hybrid.hybrid_model:HybridModel"
-        stages = f"{models}.hybrid.hybrid_layer_allocation:{stages}"
-    else:
-        model = f"{models}.mamba.mamba_model:MambaModel"
-        stages = f"megatron.core.ssm.mamba_hybrid_layer_allocation:{stages}"
-    found = [f"{model}.__init__", f"{model}.forward", stages]
-    return found if version >= (0, 17) else found[:2]
 
 
 def prediction_targets(version: tuple[int, ...]) -> list[str]:
     """Where multi-token prediction looks at logits, and at the tokens behind a slice."""
-    since = {"roll_tensor": 17, "process_mtp_loss": 17, "_compute_mtp_acceptance_counts": 19}
-    module = "megatron.core.transformer.multi_token_prediction"
-    return [f"{module}:{name}" for name, least in since.items() if version >= (0, least)]
+    names = ["roll_tensor", "process_mtp_loss"]
+    if version >= (0, 19):
+        names.append("_compute_mtp_acceptance_counts")
+    return [f"megatron.core.transformer.multi_token_prediction:{name}" for name in names]
 
 
 def held(target: str) -> Any:
@@ -107,7 +98,7 @@ def main() -> None:
     from megatron.core import package_info, parallel_state
 
     version = parse(megatron_version())
-    targets = (*TARGETS, *hybrid_targets(version), *prediction_targets(version))
+    targets = (*TARGETS, *prediction_targets(version))
     for target in targets:
         held(target)
 

@@ -65,7 +65,6 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"schedule": "zb-h1", "options": _FREE, "world": 4, **_EXPERTS},
     # A call says how long its own replica's sequences may be.
     "experts-named": _VEE | {"world": 4, "named": (16, 100_000), **_EXPERTS},
-    "indexed": {"schedule": "zb-h1", "options": _FREE, "form": "indexed"},
     "refusals": {"main": "refusals"},
     "collectives": {"main": "collectives"},
 }
@@ -83,31 +82,11 @@ def batch_of(tokens: int, seed: int, form: str) -> Any:
     return {"tokens": tokens_, "labels": labels}
 
 
-class Indexed:
-    """As slime's data iterator: samples by number, given by name."""
-
-    def __init__(self, batches: Sequence[dict[str, torch.Tensor]]) -> None:
-        self.rollout_data = {
-            name: [batch[name][0] for batch in batches] for name in ("tokens", "labels")
-        }
-        self.micro_batch_indices = [[number] for number in range(len(batches))]
-        self.offset = 0
-
-    def get_next(self, keys: Sequence[str]) -> dict[str, list[torch.Tensor]]:
-        """The next microbatch."""
-        numbers = self.micro_batch_indices[self.offset]
-        self.offset += 1
-        return {key: [self.rollout_data[key][number] for number in numbers] for key in keys}
-
-
 def forward_step(iterator: Iterator[Any], model: Any) -> Any:
     """As trainers do it; what is reported of a microbatch says which one it was."""
-    names = ("tokens", "labels")
-    batch = iterator.get_next(names) if hasattr(iterator, "get_next") else next(iterator)
+    batch = next(iterator)
     if isinstance(batch, dict):
         batch = batch.pop("tokens"), batch.pop("labels")
-        if isinstance(batch[0], list):
-            batch = batch[0][0][None], batch[1][0][None]
     elif not isinstance(batch, tuple):
         batch = batch.input_ids, batch.labels
     tokens, labels = batch
@@ -156,7 +135,7 @@ def trained(case: dict[str, Any], orders: Sequence[Sequence[int]] | None = None)
             data: list[Any] = []
             for _ in models:
                 batches = [batch_of(lengths[j] - replica, 100 * number + j, form) for j in order]
-                data.append(Indexed(batches) if form == "indexed" else iter(batches))
+                data.append(iter(batches))
             result = step(
                 forward_step_func=forward_step,
                 data_iterator=data if chunks > 1 else data[0],

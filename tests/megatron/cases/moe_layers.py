@@ -39,7 +39,8 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.moe import moe_layer, moe_utils  # noqa: E402
+from megatron.core.transformer.moe import moe_layer  # noqa: E402
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -203,16 +204,9 @@ class Traced:
 
 def aux_losses() -> dict[str, torch.Tensor]:
     """What Megatron has noted of auxiliary losses since the last call."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # before 0.18
-        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-        found = {name: entry["values"].clone() for name, entry in tracker.items()}
-        tracker.clear()
-    else:
-        metrics = get_moe_metrics_tracker().metrics
-        found = {name: entry.values.clone() for name, entry in metrics.items()}
-        metrics.clear()
+    metrics = get_moe_metrics_tracker().metrics
+    found = {name: entry.values.clone() for name, entry in metrics.items()}
+    metrics.clear()
     return found
 
 

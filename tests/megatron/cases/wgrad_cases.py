@@ -30,7 +30,6 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.moe import experts  # noqa: E402
 
 from megatron_ext import _log  # noqa: E402
@@ -127,10 +126,8 @@ def stand_ins(case: dict[str, Any]) -> Any:
     both = {"linear_fc1": fake_te.TEGroupedLinear, "linear_fc2": fake_te.TEGroupedLinear}
 
     def experts_builder(*unused: Any) -> Any:
-        if hasattr(experts, "GroupedMLPSubmodules"):
-            submodules = experts.GroupedMLPSubmodules(**both)
-            return functools.partial(experts.TEGroupedMLP, submodules=submodules)
-        return experts.TEGroupedMLP, MLPSubmodules(**both)  # before 0.17
+        submodules = experts.GroupedMLPSubmodules(**both)
+        return functools.partial(experts.TEGroupedMLP, submodules=submodules)
 
     replaced = {
         "column_parallel_linear": lambda self: fake_te.TELayerNormColumnParallelLinear,

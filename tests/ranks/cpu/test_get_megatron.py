@@ -68,7 +68,7 @@ def test_fetches_a_commit_without_a_tag(
         shutil.copy(file, tmp_path / "copy" / folder)
     tag = f"core_v0.99.0-{commit[:8]}"
     with (tmp_path / "copy" / "megatron_ext" / LIST.name).open("a") as file:
-        file.write(f"{tag} 0.99.0 3.12 2.15.0 {commit}\n")
+        file.write(f"{tag} 0.99.0 2.15.0 {commit}\n")
     where = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "MEGATRON_LM_GIT": str(source)}
     done = run(tmp_path / "copy" / "scripts" / script.name, tag, **where)
     assert done.returncode == 0, done.stderr

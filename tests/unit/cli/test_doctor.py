@@ -148,7 +148,7 @@ def test_no_megatron_and_one_without_a_training_loop(tmp_path: Path) -> None:
         {"error": "ModuleNotFoundError: No module named 'megatron'"}, None
     )
     assert (found.name, found.level) == ("megatron", "error") and "--megatron CHECKOUT" in found.fix
-    facts = {"version": "0.16.1", "path": str(tmp_path), "training_error": "no megatron.training"}
+    facts = {"version": "0.19.2", "path": str(tmp_path), "training_error": "no megatron.training"}
     found, training = findings._megatron(facts, tmp_path)
     assert (found.level, training.level) == ("ok", "error")
 

@@ -310,9 +310,6 @@ def test_a_v_has_both_ends_on_rank_0():
             "--cpu-offloading --cpu-offloading-num-layers 2",
             "without a pipeline only.* does not model",
         ),
-        # Megatron 0.16's own example, examples/mamba/train.sh.
-        ("--hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5", "does not model"),
-        ("--is-hybrid-model", "--hybrid-override-pattern"),
         ("--bf16 --fp16", "exclude each other"),
         ("--num-query-groups 7 --group-query-attention", "no multiple of 7"),
         ("--tensor-model-parallel-size 3", "cannot be divided by 3"),
@@ -359,11 +356,6 @@ def test_weights_that_data_parallel_ranks_share():
     states = [state_bytes(one, each).optimizer for one, each in zip((plain, cut), counts)]
     assert states[0] == states[1] == 12 * 4000 // 8
     assert any(dense in one for one in cut.assumptions)
-
-
-def test_a_pattern_says_what_ratios_leave_open():
-    given = "--hybrid-override-pattern M-M*M-M- --hybrid-attention-ratio 0.125 --is-hybrid-model"
-    assert "".join(job(given).layers) == "M-M*M-M-"
 
 
 def test_grouped_queries_are_one_group_by_default():

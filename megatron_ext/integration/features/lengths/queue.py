@@ -78,53 +78,11 @@ class Ahead:
         return DRAWN.broken(drawn=drawn, microbatches=len(self._order))
 
 
-class Indexed(Ahead):
-    """slime's iterator, whose microbatches are lists of numbers of samples.
-
-    Args:
-        source: has ``micro_batch_indices``, ``offset``, ``rollout_data`` and ``get_next``.
-    """
-
-    def __init__(self, source: Any) -> None:
-        super().__init__(source)
-        self._first = source.offset
-
-    @staticmethod
-    def takes(source: Any) -> bool:
-        """True if it is one."""
-        return hasattr(source, "get_next") and (
-            getattr(source, "micro_batch_indices", None) is not None
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
-
-    def peek(self, microbatches: int) -> list[Any]:
-        first, tokens = self.source.offset, self.source.rollout_data["tokens"]
-        numbers = self.source.micro_batch_indices[first : first + microbatches]
-        ENOUGH.require(len(numbers) == microbatches, count=len(numbers))
-        return [{"tokens": [tokens[one] for one in each]} for each in numbers]
-
-    def begin(self, order: Sequence[int]) -> None:
-        super().begin(order)
-        self._first = self.source.offset
-
-    def get_next(self, keys: Sequence[str]) -> Any:
-        """The microbatch of the next place."""
-        if self._given == len(self._order):
-            raise self._counted(self._given + 1)
-        self.source.offset = self._first + self._order[self._given]
-        self._given += 1
-        found = self.source.get_next(keys)
-        self.source.offset = self._first + self._given
-        return found
-
-
 class Queues(Wrappers):
     """The iterators of a call, each in its ``Ahead``."""
 
     def __init__(self) -> None:
-        super().__init__(lambda source: (Indexed if Indexed.takes(source) else Ahead)(source))
+        super().__init__(Ahead)
 
     def over(self, iterators: Sequence[Any]) -> list[Any]:
         """``iterators``, wrapped.
@@ -133,6 +91,6 @@ class Queues(Wrappers):
             ConfigError: one cannot be read.
         """
         for one in iterators:
-            read = one is None or hasattr(one, "__next__") or Indexed.takes(one)
+            read = one is None or hasattr(one, "__next__")
             NEXT.require(read, kind=type(one).__name__)
         return super().over(iterators)

@@ -161,9 +161,7 @@ class Schedule(Feature):
         SEQLEN_COUNT,
         "throughput would be a multiple of the truth",
         when=lambda self: (
-            self._run.chunks > 1
-            and _given(self._run, "dataloader_inter_document_masking", "sft")
-            and SEQLEN_COUNT.exists
+            self._run.chunks > 1 and _given(self._run, "dataloader_inter_document_masking", "sft")
         ),
     )
     def _counted_once(self, original: Callable[[], Any]) -> tuple[float | None, float | None]:

@@ -110,12 +110,6 @@ ASKED = (
         lambda it: it.auto and it.flag and it.stages is None and (it.chunks or 0) < 2,
     ),
     Rule(
-        "--pp-schedule {name} needs {least} model chunks a rank",
-        "this Megatron's hybrid models have one",
-        "use a schedule with one chunk, e.g. zb-h1, or megatron-core 0.17 or newer",
-        lambda it: it.least > 1 and it.one_only,
-    ),
-    Rule(
         "--pp-schedule {name} does not support {flag}",
         "it always has two model chunks a rank",
         "remove that flag",

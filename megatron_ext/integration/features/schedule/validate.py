@@ -9,7 +9,7 @@ from ....schedule.select import suiting
 from ...arguments import MegatronArgs
 from ...errors import ConfigError, named_errors
 from ...feature import Run, require_no_conflict
-from ...layout import LayerPattern, count_stages, hybrid_without_stages, vee_layout_text
+from ...layout import LayerPattern, count_stages, vee_layout_text
 from ...model_classes import (
     builds_chunks,
     builds_other_models,
@@ -96,7 +96,6 @@ def _asked(args: MegatronArgs, request: ScheduleRequest, pp: int) -> _Asked | No
         stages=stages,
         chunks=chunks,
         least=least,
-        one_only=hybrid_without_stages(args),
     )
     if least > 1:
         require_chunks(script_provider(), request.name, least)
@@ -237,7 +236,7 @@ def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, .
         uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
         one = provider is not None and not builds_chunks(provider)
         one = one or _excluded(args, SEVERAL_CHUNKS)
-        if uneven or one or not layers or layers % (2 * pp) or hybrid_without_stages(args):
+        if uneven or one or not layers or layers % (2 * pp):
             chunks, vee = 1, False
     return suiting(chunks, vee, equal=args.pp_microbatch_costs in (None, "equal"))
 

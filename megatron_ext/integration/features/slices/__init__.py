@@ -11,7 +11,6 @@ from typing import Any
 
 from ...._input import attribute
 from ....plan.slices import CONFLICTS, FLAG, PACKED
-from ....releases import parse
 from ....schedule import AUTO
 from ...callbacks import Callback, Step
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
@@ -22,7 +21,6 @@ from .run import Batches, SliceRunner, require_nothing_left
 from .state import Cuts
 from .wanted import CUT, TOKENS, WEIGHTS, Wanted
 
-_PREDICTION = (0, 17)  # the first version whose multi-token prediction can be cut
 _NUMBERS = (2, 4, 8, 16)  # of slices, that auto chooses from
 
 
@@ -107,9 +105,6 @@ class Slices(SlicedModel, Feature):
         args, tokens = run.args, run.args.seq_length
         assert run.request is not None and tokens is not None
         require_no_conflict(args, self.conflicts, {"": _text(run)})
-        depths = getattr(args, "mtp_num_layers", None)
-        kept = not depths or parse(run.version)[:2] >= _PREDICTION
-        rules.PREDICTION.require(kept, flag=_text(run), depths=depths, version=run.version)
         if args.pp_slices == AUTO:
             cuts = tuple(one.cut(tokens, args) for one in wanted if one.fits(tokens, args))
             run.request = replace(run.request, cuts=cuts)

@@ -125,7 +125,7 @@ class Documents(Sliced):
         DOCUMENT_COUNT,
         "documents of every slice would count for throughput",
         # Else no script counts.
-        when=lambda self: DOCUMENT_COUNT.loaded and DOCUMENT_COUNT.exists,
+        when=lambda self: DOCUMENT_COUNT.loaded,
     )
     def _counted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Lengths of documents, once a microbatch."""

@@ -54,8 +54,7 @@ _WHY = "the tokens behind a slice would be missing"
 
 
 class Prediction(Sliced):
-    """Where multi-token prediction looks at the tokens behind; nowhere in versions without a
-    function for its loss, where it is refused.
+    """Where multi-token prediction looks at the tokens behind.
 
     Attributes:
         whole: what the model that runs got.
@@ -66,7 +65,7 @@ class Prediction(Sliced):
         self.whole = Whole()
         self._in_loss = False
 
-    @hooked(MTP_ROLL, _WHY, when=lambda self: MTP_LOSS.exists)
+    @hooked(MTP_ROLL, _WHY)
     def _roll(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if self.slicing.now is None or self._in_loss or tensor is None:
             return original(tensor, *args, **kwargs)
@@ -78,7 +77,7 @@ class Prediction(Sliced):
         self.whole.add(part, whole)
         return (part, *more)
 
-    @hooked(MTP_LOSS, _WHY, when=lambda self: MTP_LOSS.exists)
+    @hooked(MTP_LOSS, _WHY)
     def _prediction_loss(self, original: Callable[..., Any], **given: Any) -> Any:
         if self.slicing.now is None or given.get("labels") is None:
             return original(**given)
@@ -100,7 +99,7 @@ class Prediction(Sliced):
         finally:
             self._in_loss = False
 
-    @hooked(MTP_ACCEPTANCE, _WHY, when=lambda self: MTP_LOSS.exists and MTP_ACCEPTANCE.exists)
+    @hooked(MTP_ACCEPTANCE, _WHY, when=lambda self: MTP_ACCEPTANCE.exists)
     def _accepted(
         self,
         original: Callable[..., Any],

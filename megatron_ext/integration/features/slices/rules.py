@@ -18,11 +18,6 @@ W_OF_FILE = Rule(
     "drop it",
 )
 SIZES = Rule("{flag} needs --seq-length and --hidden-size", "one is not given", "add both")
-PREDICTION = Rule(
-    "{flag} does not support --mtp-num-layers {depths} on megatron-core {version}",
-    "its losses of other depths have no function of their own",
-    "use 0.17 or newer, or drop one of them",
-)
 LENGTHS = Rule(
     "{flag} needs --pp-microbatch-costs lengths",
     "lengths differ between microbatches",
@@ -86,6 +81,6 @@ NAMED = Rule(
     f"drop {FLAG}, or report such a dictionary",
 )
 RULES = (
-    *(OF_FILE, W_OF_FILE, SIZES, PREDICTION, LENGTHS, LABELS, PADDING, ONE_ROW, THD, NO_GAPS),
+    *(OF_FILE, W_OF_FILE, SIZES, LENGTHS, LABELS, PADDING, ONE_ROW, THD, NO_GAPS),
     *(INPUT_IDS, ROLLED, LINEAR, SUMS, CAUSAL, DRAWS, CORE, NAMED),
 )

@@ -6,7 +6,6 @@ for its own loop order. These hooks give the V answer in each of them.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from ...model_classes import (
     NO_TEXT,
     PLACEABLE,
     generates,
-    hybrid_model_has_chunks,
     require_placed,
 )
 from ...rules import Rule
@@ -51,11 +49,6 @@ EVEN = Rule(
     "V placement on {pp} ranks needs layers for {stages} stages",
     "num_layers is {layers}",
     "make it a multiple or set pipeline_model_parallel_layout (is_hybrid_model for a hybrid model)",
-)
-TWO_CHUNKS = Rule(
-    "V placement needs two chunks of a model on a rank",
-    "this Megatron's {model} has one",
-    "use a schedule with one chunk, e.g. --pp-schedule zb-h1, or megatron-core 0.17 or newer",
 )
 PLACED = Rule(
     "--pp-schedule {schedule} needs stages that are placed as a V",
@@ -85,7 +78,7 @@ class VPlacement(Roles, Feature):
     it."""
 
     rules = (
-        *(EVEN, TWO_CHUNKS, PLACED, ELSEWHERE, EQUAL, ONE_RANK, OF_VEE, PLACEABLE, NO_TEXT),
+        *(EVEN, PLACED, ELSEWHERE, EQUAL, ONE_RANK, OF_VEE, PLACEABLE, NO_TEXT),
         PIPELINE_RANK,
     )
 
@@ -146,8 +139,6 @@ class VPlacement(Roles, Feature):
     def _model_init(
         self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
     ) -> None:
-        has_chunks = "vp_stage" in inspect.signature(original).parameters
-        TWO_CHUNKS.require(has_chunks, model=type(model).__name__)
         call = bound(original, model, *args, **kwargs)
         vp_stage = call.arguments.get("vp_stage")
         if vp_stage is None:
@@ -168,13 +159,7 @@ class VPlacement(Roles, Feature):
                 mine = model.shared_embedding_or_output_weight()
                 mine.copy_(first.shared_embedding_or_output_weight())
 
-    # Before core_v0.17 Megatron lacks it: its hybrid models have one chunk a rank, which
-    # ``_model_init`` refuses.
-    @hooked(
-        HYBRID_SEGMENT,
-        "layers of a hybrid model in loop order",
-        when=lambda self: hybrid_model_has_chunks(),
-    )
+    @hooked(HYBRID_SEGMENT, "layers of a hybrid model in loop order")
     def _select_pipeline_segment(
         self,
         original: Callable[..., Any],
@@ -285,7 +270,7 @@ class VPlacement(Roles, Feature):
         self.running = False
         if losses is not None:
             step.losses = losses
-        elif step.rank != step.call.group.size() - 1 and not self.results_on_both:
+        elif step.rank != step.call.group.size() - 1:
             step.losses = []  # as in stock, so that a sum over the pipeline has them once
 
     @hooked(TIED_GRADIENTS, "copies of tied weights would drift apart where a trainer finalizes")

@@ -19,9 +19,6 @@ from ...targets import (
     LAST_STAGE,
     LAST_STAGE_OF_GROUP,
     LAST_VIRTUAL_STAGE,
-    SLIME,
-    SLIME_ADVANTAGES,
-    SLIME_FORWARD,
 )
 
 CHUNKS = 2
@@ -64,13 +61,10 @@ class Roles:
         running: nothing has been returned yet, or passes run; else a call has returned. "The last
             rank", asked for by itself, is that of labels and the loss before, and that of the
             returned values then.
-        results_on_both: a trainer asks for the rank that has the returned values, and rank 0 needs
-            them too.
     """
 
     training = False
     running = True
-    results_on_both = False
 
     @hooked(LAST_STAGE, "no labels where the loss is computed")
     def _is_pipeline_last_stage(
@@ -81,8 +75,7 @@ class Roles:
     ) -> bool:
         if ignore_virtual or vp_stage is None:
             # "The last rank", which logs; the executor brings the losses there.
-            last = original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
-            return last or (self.results_on_both and pp_rank() == 0)
+            return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
         return is_last_stage(pp_rank(), vp_stage)
 
     @hooked(
@@ -92,7 +85,7 @@ class Roles:
         from megatron.core.pipeline_parallel.utils import is_pp_first_stage
 
         # A model may be built, or called, between two steps: then it is the end of the model.
-        both = self.running or self.results_on_both or _joined_with_the_chunk()
+        both = self.running or _joined_with_the_chunk()
         return original(pp_group) or (both and is_pp_first_stage(pp_group))
 
     @hooked(
@@ -105,7 +98,6 @@ class Roles:
         last = original(vp_stage=vp_stage, vp_size=vp_size)
         return last and (vp_size != CHUNKS or is_last_stage(pp_rank(), vp_stage))
 
-    # megatron-core's wheel had no training package before 0.17.
     @hooked(BATCH, "no labels on rank 0 with tensor parallelism", lambda self: self.training)
     def _batch_on_this_tp_rank(
         self, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -115,20 +107,6 @@ class Roles:
         if pp_rank() == 0:
             kwargs["mtp_on_this_rank"] = True
         return original(*args, **kwargs)
-
-    # slime keeps log-probabilities where they were returned, the last rank, and its loss reads
-    # them. A worker may import these functions after ``enable``.
-    @hooked(
-        (SLIME_FORWARD, SLIME_ADVANTAGES),
-        "no log-probabilities of the old policy, or no advantages, where slime's loss is computed",
-        when=lambda self: SLIME in sys.modules,
-    )
-    def _with_results_on_both(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before, self.results_on_both = self.results_on_both, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self.results_on_both = before
 
 
 def _joined_with_the_chunk() -> bool:

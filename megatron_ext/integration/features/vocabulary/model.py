@@ -310,7 +310,6 @@ def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -
     if layer is not None:
         last.output_layer = with_hooks_of(layer, HiddenStates())  # the first step refuses them
         last.compute_language_model_loss = losses_of
-        last.fuse_linear_cross_entropy = False  # 0.16.0 fuses it into the output layer
 
 
 def _has_own_loss(model: Any) -> bool:
