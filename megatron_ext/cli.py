@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, where a failure still has an answer
     except (InputError, BrokenGenerator) as error:
-        return _said(f"{name}: {error}", 2)
+        return _said(f"{name}: {error}", getattr(error, "status", 2))
     except KeyboardInterrupt:
         return _said(f"{name}: interrupted", 130)
     except BrokenPipeError:

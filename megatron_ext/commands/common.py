@@ -34,6 +34,7 @@ from ..schedule.named import CapExceeded
 from .options import KNOWN, takers, taking
 from .parser import JSON as JSON
 from .parser import InputError as InputError
+from .parser import InvalidSchedule
 from .parser import Options as Options
 from .parser import Parser as Parser
 from .parser import positive as positive
@@ -96,7 +97,7 @@ def load(path: str) -> Schedule:
 
 
 def verify(schedule: Schedule) -> CheckReport:
-    """``check`` of what a file holds; one without a single backward pass is for evaluation."""
+    """The check of what a file holds; one without a single backward pass is for evaluation."""
     schedule.costs.durations(schedule.placement)  # per-stage costs must fit the number of stages
     return check(schedule, forward_only=schedule.is_forward_only)
 
@@ -240,9 +241,12 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
                 unknown = schedule.arrangement._replace(saved=None)
                 schedule = replace(schedule, arrangement=unknown)
         if asked.slices != schedule.slices:
-            raise ScheduleError("the order is of whole microbatches; leave --slices out")
+            raise InputError(f"{path}: the order is of whole microbatches; leave --slices out")
         schedule = replace(schedule, costs=costs)
-        verify(schedule)
+        try:
+            verify(schedule)
+        except ScheduleError as error:
+            raise InvalidSchedule(f"{path}: {error}") from None
     return schedule
 
 

@@ -79,7 +79,6 @@ SCHEDULE = Options(
         "--schedule NAME|FILE": f"{', '.join(KNOWN)} (the fastest that fits the cap), or a "
         "schedule file"
     },
-    words={"--schedule": KNOWN},
 )
 _RANKS = Options(
     {
@@ -148,7 +147,6 @@ def _shape(cap_use: str, group_use: str) -> Options:
             "core (default 1); counted in passes tried, so every machine finds the same order",
         },
         kinds={"--group-size": positive, "--objective": _objective, "--effort": _effort},
-        words={"--objective": ("makespan", "rank-span")},
     )
 
 
@@ -174,7 +172,6 @@ OFFLOAD = Options(
     },
     kinds={"--offload-transfer": tuple(POLICIES)},
     needs=dict.fromkeys(("--offload-time", "--offload-transfer"), "--offload"),
-    words={"--offload": ("auto", "half", "full", "off")},
 )
 
 
@@ -182,7 +179,6 @@ def block(use: str) -> Options:
     """``--block``; ``use`` says what for."""
     return Options(
         {"--block NAME|FILE": f"{use}; {', '.join(PERIODIC)}, or a block file"},
-        words={"--block": tuple(PERIODIC)},
     )
 
 
@@ -252,5 +248,4 @@ SEARCHED = Options(
         **{"--effort": 1.0, "--objective": "time"},
     },
     needs={"--slower": "--objective memory"},
-    words={"--schedules": NAMES},
 )

@@ -13,7 +13,19 @@ from .._input import attribute, flag_of, meant, shown
 
 
 class InputError(Exception):
-    """What the user gave cannot be used; the text is the whole message."""
+    """What the user gave cannot be used; the text is the whole message.
+
+    Attributes:
+        status: the command's exit status.
+    """
+
+    status = 2
+
+
+class InvalidSchedule(InputError):
+    """A file's schedule cannot be executed: a negative answer."""
+
+    status = 1
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,6 @@ class Options:
         defaults: by name; else None, or False of a switch.
         required: names of those that must be given.
         needs: by name: the option that it is for, perhaps with the value.
-        words: by name: what completion proposes, beside choices.
     """
 
     help: Mapping[str, str]
@@ -37,7 +48,6 @@ class Options:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required: Collection[str] = ()
     needs: Mapping[str, str] = field(default_factory=dict)
-    words: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def declare(self, parser: Parser, box: argparse._ActionsContainer | None = None) -> None:
         """Add them to a parser, or to a group in it."""
@@ -60,7 +70,6 @@ class Options:
                 more["required"] = True
             (box or parser).add_argument(name, help=text, **more)
         parser.needs |= {attribute(name): what for name, what in self.needs.items()}
-        parser.words |= self.words
 
 
 class Option(NamedTuple):
@@ -74,13 +83,12 @@ class Parser(argparse.ArgumentParser):
     """argparse, but an error is one line, and options cannot be abbreviated.
 
     Attributes:
-        needs, words: of ``Options``, by the name of the value and by that of the option.
+        needs: of ``Options``, by the name of the value.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.needs: dict[str, str] = {}
-        self.words: dict[str, Collection[str]] = {}
         # ``--cost -1,1,1`` is a value too, which its type then refuses for what it is.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 

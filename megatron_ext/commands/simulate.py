@@ -1,4 +1,4 @@
-"""``simulate``: bubble, makespan and peak activation of a schedule."""
+"""``simulate``: bubble, makespan and peak activation of a schedule; the first fault of a file."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .results import costs_text, units_text
 
 
 def declare(parser: Parser) -> None:
+    parser.description = "Exit status 1, with the first fault, for a file that cannot be executed."
     declare_schedule(parser)
     JSON.declare(parser)
     parser.set_defaults(run=_simulate)

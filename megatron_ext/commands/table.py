@@ -21,12 +21,12 @@ _LLAMA = (
 )
 COMMANDS = {
     "simulate": Command(
-        "simulate a schedule (bubble, makespan, peak)",
+        "simulate a schedule (bubble, makespan, peak), and check a file",
         (
             "--schedule v-half --pp 4 --microbatches 8",
             "--schedule v-cap --memory-cap 0.6 --pp 8 --microbatches 32 --cost 1,1.1,0.8 "
             "--hop 0.05",
-            "--schedule v-half --pp 4 --microbatches 8 --offload full --offload-time 0.25",
+            "--schedule v-half.json",
         ),
     ),
     "schedule": Command(
@@ -51,7 +51,6 @@ COMMANDS = {
             f"--from-args {_LLAMA} --gpu H100 --memory-cap 60GiB --output best.json",
         ),
     ),
-    "check": Command("prove that a schedule file can be executed", ("v-half.json",)),
     "show": Command(
         "draw a timeline with its memory, as text or picture",
         (
@@ -59,10 +58,6 @@ COMMANDS = {
             "v-half.json --output v-half.svg",
             "--measured traces --output run.html",
         ),
-    ),
-    "checkpoint": Command(
-        "report which layout saved a checkpoint, and whether it is complete",
-        ("checkpoints", "checkpoints --json"),
     ),
     "patch": Command(
         "add our flags to a Megatron-LM checkout, or remove them",
@@ -83,8 +78,5 @@ COMMANDS = {
             "--from-args train.sbatch --page report.html",
             "--races 5 -- pretrain_gpt.py ... --pp-schedule v-half",
         ),
-    ),
-    "completion": Command(
-        "print a script that completes commands and options in bash or zsh", ("bash", "zsh")
     ),
 }

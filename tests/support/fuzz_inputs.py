@@ -113,7 +113,7 @@ def _file(name: str, data: bytes) -> str:
 
 
 def _schedule(path: str) -> None:
-    """As ``check``, ``show`` and ``--pp-schedule`` use a file."""
+    """As ``simulate``, ``show`` and ``--pp-schedule`` use a file."""
     schedule = load(path)
     verify(schedule)
     again = from_json(json.loads(json.dumps(schedule.to_json())))

@@ -78,8 +78,6 @@ NOT_RUN = {
     r"pytest": "is this",
     r"megatron-ext reproduce all": "takes minutes; tests/unit/reproduce runs it",
     r"megatron-ext prove": "takes a minute; tests/checkout/test_prove.py runs it",
-    r"megatron-ext completion": "its output is for a shell to read",
-    r"megatron-ext checkpoint": "needs a checkpoint; tests/unit/cli makes some",
     r"python -m tests\.campaigns\.faults": "takes minutes; "
     "tests/ranks/runtime/test_faults.py is its short form",
     r"scripts/upgrade_check\.sh": "needs a network; tests/campaigns/scripts has its decisions",

@@ -53,50 +53,30 @@ def test_a_file_is_not_shaped(run, file_of, flag):
     assert f"{flag} shapes a generated schedule, but the order in {path} is fixed; leave" in err
 
 
-def test_check_says_what_it_verified(run, tmp_path):
-    path = tmp_path / "z.json"
-    run("schedule", *options("1f1b", 4, 8), "--output", path)
-    status, out, _ = run("check", path)
-    assert status == 0
-    assert f"{path}: 1f1b, pp 4, chunks 1, microbatches 8, 64 actions: ok" in out
-    assert "lowered to 48 transfers: complete" in out
-    assert "peak activation per rank, in microbatches: 4 3 2 1" in out
-    run("schedule", *options("1f1b", 4, 8), "--lowered", "--output", path)
-    status, out, _ = run("check", path)
-    assert status == 0
-    assert "the file's transfers: complete" in out
-
-
-def test_check_refuses_with_the_grid(run, file_of):
+def test_an_invalid_file_is_a_negative_answer(run, file_of):
+    """Every command that reads it ends with status 1 and the first fault, in the grid."""
     schedule = generate("zb-h1", 2, 2)
-    status, out, err = run("check", path := file_of(schedule.with_ranks([schedule.ranks[0], ()])))
-    assert (status, out) == (1, ""), "a negative answer, not bad input"
-    assert err.startswith(f"megatron-ext check: {path}: rank 1, position 0: F1.0 is missing")
-    assert "<-- here" in err
+    path = file_of(schedule.with_ranks([schedule.ranks[0], ()]))
+    for argv in (["simulate", "--schedule", path], ["show", path], ["compare", path]):
+        status, out, err = run(*argv)
+        assert (status, out) == (1, "")
+        assert err.startswith(
+            f"megatron-ext {argv[0]}: {path}: rank 1, position 0: F1.0 is missing"
+        )
+        assert "<-- here" in err
 
 
-def test_a_file_that_cannot_run_is_refused_everywhere(run, file_of):
-    schedule = generate("1f1b", 2, 2)
-    path = file_of(schedule.with_ranks([tuple(reversed(row)) for row in schedule.ranks]))
-    for argv in (["simulate", "--schedule", path], ["show", path], ["check", path]):
-        status, _, err = run(*argv)
-        assert status == (1 if argv[0] == "check" else 2), argv
-        assert str(path) in err
-
-
-def test_check_tells_bad_input_from_a_bad_schedule(run, file_of):
-    """Costs for another number of stages: the file contradicts itself, its order is not judged."""
+def test_costs_of_other_stages_are_bad_input(run, file_of):
+    """The file contradicts itself; its order is not judged."""
     schedule = generate("1f1b", 2, 2)
     path = file_of(replace(schedule, costs=Costs.of(stages=[(1, 1, 1)])))
-    status, _, err = run("check", path)
+    status, _, err = run("simulate", "--schedule", path)
     assert status == 2 and "costs are given for 1 stages but pp=2" in err
 
 
 def test_forward_only_file(run, file_of):
     path = file_of(forward_only(Placement.loop(2), 3))
-    status, out, _ = run("check", path)
-    assert status == 0
-    assert "6 actions, forward only: ok" in out
+    assert run("simulate", "--schedule", path)[0] == 0
     assert "F0 F1 F2" in run("show", path)[1]
 
 
@@ -106,7 +86,6 @@ def test_csv_files(run, tmp_path):
     argv = [*options("v-half", 4, 8), "--cost", "1,1.2,0.8", "--output", path]
     assert run("schedule", *argv)[1] == f"{path}: v-half, pp 4, 192 actions\n"
     assert load(path).ranks == generate("v-half", 4, 8, costs=Costs.of(1, 1.2, 0.8)).ranks
-    assert "file, pp 4, chunks 2, microbatches 8, 192 actions: ok" in run("check", path)[1]
     assert run("show", path)[1].startswith("file (planned): pp 4, chunks 2")
     loaded = json.loads(run("simulate", "--schedule", path, "--json", "--cost", "1,1.2,0.8")[1])
     made = json.loads(run("simulate", *argv[:-2], "--json")[1])
@@ -116,7 +95,7 @@ def test_csv_files(run, tmp_path):
     assert status == 2
     assert "CSV compute form has no transfers; leave --lowered out" in err
     path.write_text("0F0,0B0\n1F0,1B\n")
-    for argv in (["check", path], ["show", path], ["simulate", "--schedule", path]):
+    for argv in (["show", path], ["simulate", "--schedule", path]):
         status, _, err = run(*argv)
         assert status == 2
         assert f"{path}: row 2, column 2, cell '1B': expected stage" in err
@@ -130,7 +109,7 @@ def test_damaged_files(run, tmp_path):
         ('{"format": "megatron-ext-schedule/1"}', "lacks pp, chunks"),
     ):
         path.write_text(content)
-        status, _, err = run("check", path)
+        status, _, err = run("simulate", "--schedule", path)
         assert status == 2
         assert str(path) in err
         assert message in err

@@ -41,7 +41,6 @@ def test_offload_goes_into_the_file(run, tmp_path):
     assert data["offload"]["to_host"] == data["offload"]["to_device"] == [0.25] * 4
     ops = {text.rstrip("0123456789.") for row in data["ranks"] for text in row}
     assert {"OFFLOAD", "RELEASE", "PREPARE", "RELOAD", "SEND_F", "F", "B", "W"} <= ops
-    assert "activation sets offloaded: each is copied out and back" in run("check", path)[1]
     ours = json.loads(run("simulate", *options("v-half", 4, 8), *OFFLOAD, "--json")[1])
     theirs = json.loads(run("simulate", "--schedule", path, "--json")[1])
     for field in ("makespan", "peak_activation", "peak_host_activation", "offloaded_sets"):

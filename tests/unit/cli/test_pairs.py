@@ -27,7 +27,7 @@ def test_files_keep_costs_and_pairs(run, tmp_path):
     path = tmp_path / "s.json"
     argv = [*options("v-half", 2, 6), *SENT, "--overlap"]
     assert run("schedule", *argv, "--output", path)[0] == 0
-    assert run("check", path)[0] == 0
+    assert run("simulate", "--schedule", path)[0] == 0
     made, read = answer(run, "simulate", *argv), answer(run, "simulate", "--schedule", path)
     for key in ("makespan", "hidden_exchange", "exposed_exchange"):
         assert read[key] == made[key]

@@ -64,7 +64,7 @@ def test_a_block_file_goes_all_the_way(run, tmp_path):
     assert run("show", "--block", block, "--pp", 5)[0] == 2
     argv = ["schedule", "--block", block, "--microbatches", 16, "--cost", "1,0.98,0.74"]
     assert run(*argv, "--output", order)[1] == f"{order}: block of mine, pp 4, 384 actions\n"
-    assert run("check", order)[0] == 0
+    assert run("simulate", "--schedule", order)[0] == 0
     found = json.loads(run("simulate", "--schedule", order, "--json")[1])
     assert max(found["peak_activation"]) <= 3.5 and found["bubble"] < 0.1
     data["offsets"]["W"][0] += 1

@@ -1,11 +1,10 @@
-"""Help, completion, colours, progress, and files that are written whole or not at all."""
+"""Help, colours, progress, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
 import io
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -40,7 +39,7 @@ def test_every_command_ends_its_help_with_examples():
     for name, parser in _parsers().items():
         lines = parser.format_help().rstrip().splitlines()
         at = lines.index("examples:")
-        assert 2 <= len(lines) - at <= 4 or name in ("check", "completion"), name
+        assert 2 <= len(lines) - at <= 4, name
         assert all(line.startswith(f"  megatron-ext {name}") for line in lines[at + 1 :]), name
 
 
@@ -54,45 +53,13 @@ def test_the_examples_can_be_parsed(name):
 def test_the_examples_run(run, tmp_path, monkeypatch):
     """Those that need no model, device or folder; what one writes the next reads."""
     monkeypatch.chdir(tmp_path)
-    for name in ("simulate", "schedule", "compare", "check", "completion"):
+    for name in ("schedule", "simulate", "compare"):
         for line in COMMANDS[name].examples:
             status, out, err = run(name, *shlex.split(line))
             assert (status, err) == (0, "") and out, line
     for line in COMMANDS["show"].examples[:2]:
         assert run("show", *shlex.split(line))[0] == 0
     assert (tmp_path / "v-half.svg").exists()
-
-
-CASES = [
-    ("megatron-ext si", "simulate"),
-    ("megatron-ext simulate --sch", "--schedule"),
-    ("megatron-ext simulate --schedule v-", "v-zb v-half v-min v-cap"),
-    ("megatron-ext simulate --pp 4 --offload-transfer ", "single dual paired"),
-    ("megatron-ext patch a", "apply"),
-    ("megatron-ext patch apply --js", "--json"),
-    ("megatron-ext check ", ""),  # bash's own: files
-    ("megatron-ext completion ", "bash zsh"),
-]
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes(run, tmp_path):
-    """Sourced by bash, which calls it as on a press of the tabulator."""
-    path = tmp_path / "completion"
-    path.write_text(run("completion", "bash")[1])
-    calls = []
-    for line, _ in CASES:
-        words = [*line.split(), *([""] if line.endswith(" ") else [])]
-        quoted = " ".join(map(shlex.quote, words))
-        calls.append(f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _megatron_ext")
-        calls.append('echo "${COMPREPLY[*]}"')
-    script = "\n".join(["set -u", f"source {shlex.quote(str(path))}", *calls])
-    command = ["bash", "--norc", "-c", f"{script}\ncomplete -p megatron-ext"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert lines[:-1] == [words for _, words in CASES]
-    assert "-F _megatron_ext" in lines[-1] and "-o default" in lines[-1]
-    assert run("completion", "zsh")[1].endswith(path.read_text())
 
 
 def test_colours_are_for_terminals(monkeypatch):
@@ -137,6 +104,9 @@ def test_progress_comes_when_it_takes_long(monkeypatch, terminal):
     assert shown.endswith("\r\x1b[K" if terminal else "\n")
 
 
+WORDS = ("show", "1f1b", "--pp", "2", "--microbatches", "2")
+
+
 def _process(*words, unbuffered="", **streams):
     command = [sys.executable, "-m", "megatron_ext", *words]
     variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -147,13 +117,13 @@ def _process(*words, unbuffered="", **streams):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_an_answer_that_cannot_be_written(unbuffered):
     with open("/dev/full", "w") as full:
-        done = _process("completion", "bash", unbuffered=unbuffered, stdout=full)
+        done = _process(*WORDS, unbuffered=unbuffered, stdout=full)
     words = "cannot write to standard output: No space left on device"
-    assert (done.returncode, done.stderr) == (2, f"megatron-ext completion: {words}\n")
+    assert (done.returncode, done.stderr) == (2, f"megatron-ext show: {words}\n")
 
 
 def test_a_closed_output_is_said():
-    done = _process("completion", "bash", preexec_fn=lambda: os.close(1))
+    done = _process(*WORDS, preexec_fn=lambda: os.close(1))
     assert done.returncode == 2
     assert done.stderr.startswith("megatron-ext: standard output is closed")
     assert done.stderr.count("\n") == 1
@@ -162,7 +132,7 @@ def test_a_closed_output_is_said():
 def test_a_reader_that_has_seen_enough():
     end, start = os.pipe()
     os.close(end)
-    done = _process("completion", "bash", stdout=start)
+    done = _process(*WORDS, stdout=start)
     os.close(start)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -171,8 +141,9 @@ def test_control_c_is_one_line(run, monkeypatch):
     def interrupted(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron_ext.commands.check.load", interrupted)
-    assert run("check", "x.json") == (130, "", "megatron-ext check: interrupted\n")
+    monkeypatch.setattr("megatron_ext.commands.common.load", interrupted)
+    found = run("simulate", "--schedule", "x.json")
+    assert found == (130, "", "megatron-ext simulate: interrupted\n")
 
 
 def test_output_is_whole_or_as_before(tmp_path):

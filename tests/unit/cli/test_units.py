@@ -48,16 +48,16 @@ def test_a_file_keeps_them(run, tmp_path):
     assert run("schedule", *argv, "--output", path)[0] == 0
     data = json.loads((tmp_path / "sliced.json").read_text())
     assert data["slices"] == [1, 2, 4] and "F0.1/1" in data["ranks"][0]
-    status, out, _ = run("check", path)
+    status, out, _ = run("simulate", "--schedule", path)
     assert status == 0 and "microbatches 3, slices 1 to 4, costs of each" in out
     own = json.loads(run("simulate", "--schedule", path, "--json")[1])
     assert own["slices"] == [1, 2, 4]
     equal = ["simulate", "--schedule", path, "--microbatch-cost", "1,1,1", "--json"]
     assert json.loads(run(*equal)[1])["makespan"] < own["makespan"]
-    assert run("check", str(tmp_path / "sliced.json"))[0] == 0
+    assert run("simulate", "--schedule", str(tmp_path / "sliced.json"))[0] == 0
     data["ranks"][3] = data["ranks"][3][::-1]
     (tmp_path / "sliced.json").write_text(json.dumps(data))
-    assert run("check", path)[0] == 1
+    assert run("simulate", "--schedule", path)[0] == 1
 
 
 def test_a_file_of_factors(run, tmp_path):
@@ -91,7 +91,7 @@ def test_a_free_order_of_microbatches(run, tmp_path):
         assert [row[0] for row in units] == pytest.approx(
             [weights[j] / counts[j] for j in order for _ in range(counts[j])]
         )
-        assert run("check", path)[0] == 0
+        assert run("simulate", "--schedule", path)[0] == 0
     text = run("simulate", *asked, "--reorder-microbatches")[1]
     assert "microbatches     in the order 4 " in text and "% less time than as given" in text
     short = [*options("1f1b", 2, 2), "--microbatch-cost", "1,1", "--reorder-microbatches"]

@@ -167,7 +167,7 @@ def test_a_name_cannot_reach_the_terminal(
     path = tmp_path / "schedule.json"
     for name in ("\x1b[2J", "a\nmegatron_ext: all is well", "x" * 5000):
         path.write_text(json.dumps({**_valid(), "name": name}))
-        assert main(["check", str(path)]) == 2
+        assert main(["simulate", "--schedule", str(path)]) == 2
         captured = capsys.readouterr()
         assert "\x1b" not in captured.err
         assert len(captured.err.splitlines()) == 1
