@@ -41,6 +41,7 @@ from megatron_ext.integration.features.slices.wanted import Wanted
 from megatron_ext.integration.hooks import declared
 from megatron_ext.integration.runner import with_loss_function
 from megatron_ext.integration.targets import GPT_FORWARD
+from megatron_ext.runtime import merged_attention
 from megatron_ext.schedule import NAMES, Costs, generate, load, save
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
@@ -282,6 +283,90 @@ class TestCarry:
         assert seen == [(2, "mask", AttnMaskType.causal), (2, None, right), (4, None, right)]
 
 
+class TestMerged:
+    """Megatron's local attention of slices by kernels for whole sequences."""
+
+    def module(self, **changed: Any) -> Any:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        softmax = {"attn_mask_type": AttnMaskType.causal, "window_size": None, "scale": 2}
+        own = {"softmax_scale": 0.1, "softmax_offset": None, "training": True, "dropout": 0.0}
+        own |= {name: changed.pop(name) for name in own.keys() & changed.keys()}
+        dropout = SimpleNamespace(p=own.pop("dropout"))
+        return SimpleNamespace(
+            scale_mask_softmax=SimpleNamespace(**(softmax | changed)),
+            attention_dropout=dropout,
+            **own,
+        )
+
+    @pytest.mark.parametrize("ends", [(12,), (6, 12), (5, 6, 11, 12)])
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_equals_whole_attention(
+        self, ends: tuple[int, ...], masked: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Output and all gradients, through what is held for later slices, in float64."""
+        monkeypatch.setattr(merged_attention, "kernel_for", lambda *_: merged_attention.PLAIN)
+        sliced, module = Attention(), self.module()
+        sliced.implementations, sliced.one_mask = ["local"], True
+        cuts, count = Cuts([lambda tokens: Cut(ends, Fraction(0))], 12), len(ends)
+        forward = declared(sliced)[0].make(None)  # nothing falls back
+        mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1) if masked else None
+        q, k, v, grad = (
+            torch.randn(12, 2, heads, 8, dtype=torch.float64, requires_grad=True)
+            for heads in (4, 2, 2, 4)
+        )
+        whole = merged_attention.attend(q, k, v, 0.2, merged_attention.PLAIN)
+        stock = torch.nn.functional.scaled_dot_product_attention(
+            *(t.permute(1, 2, 0, 3) for t in (q, k, v)), is_causal=True, scale=0.2, enable_gqa=True
+        )
+        stock = stock.permute(2, 0, 1, 3).flatten(2)
+        wanted = torch.autograd.grad(stock, (q, k, v), grad.flatten(2))
+        parts, inputs = [], [t.detach().split(_lengths(ends)) for t in (q, k, v)]
+        units = units_of([count])
+        leaves = [[t.requires_grad_() for t in each] for each in zip(*inputs, strict=True)]
+        for unit, given in zip(units, leaves, strict=True):
+            with sliced.slicing.at(cuts, 0, unit, first=True):
+                parts.append(forward(module, *given, mask, None))
+        torch.testing.assert_close(torch.cat(parts), stock, rtol=0, atol=1e-13)
+        torch.testing.assert_close(whole, stock, rtol=0, atol=1e-13)
+        found = []
+        for part, given, part_grad in reversed(
+            list(zip(parts, leaves, grad.flatten(2).split(_lengths(ends)), strict=True))
+        ):
+            found.insert(0, torch.autograd.grad(part, given, part_grad))
+        for gradients, want in zip(zip(*found, strict=True), wanted, strict=True):
+            torch.testing.assert_close(torch.cat(gradients), want, rtol=0, atol=1e-13)
+
+    def test_anything_else_stays_as_it_is(self) -> None:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        plain = torch.ones(1, 1, 4, 4, dtype=torch.bool).triu(1)
+        reset = plain.clone()
+        reset[..., 2:, :2] = True  # a document ends there
+        cuts, unit = Cuts([lambda tokens: Cut((3, 4), Fraction(0))], 4), units_of([2])[0]
+        for one_mask, mask, changed, causal in (
+            (True, None, {}, True),
+            (True, plain, {}, True),
+            (True, reset, {}, False),
+            (False, plain, {}, False),
+            (True, None, {"dropout": 0.1}, False),
+            (True, None, {"dropout": 0.1, "training": False}, True),
+            (True, None, {"window_size": (2, 0)}, False),
+            (True, None, {"softmax_offset": torch.zeros(1)}, False),
+            (True, None, {"attn_mask_type": AttnMaskType.padding}, False),
+        ):
+            sliced = Attention()
+            sliced.one_mask = one_mask
+            with sliced.slicing.at(cuts, 0, unit, first=True):
+                assert sliced._is_causal(self.module(**changed), mask) is causal, changed
+        x = torch.zeros(4, 1, 1, 8)
+        assert merged_attention.attend(x, x, x, 1.0, None) is None  # no GPU
+
+
+def _lengths(ends: Sequence[int]) -> list[int]:
+    return [end - begin for begin, end in pairwise([0, *ends])]
+
+
 class TestCausal:
     """Attention to later tokens is refused; of a slice that is all it sees, a part of it."""
 
@@ -291,7 +376,7 @@ class TestCausal:
         sliced, seen = Attention(), []
         sliced.implementations = [name]
         cuts = Cuts([lambda tokens: Cut((2, 4), Fraction(0))] * 2, 4)
-        softmax = SimpleNamespace(attn_mask_type=AttnMaskType[kind])
+        softmax = SimpleNamespace(attn_mask_type=AttnMaskType[kind], window_size=(1, 0))
 
         def original(self: Any, q: Any, k: Any, v: Any, *given: Any) -> None:
             seen.append((*given, softmax.attn_mask_type))

@@ -126,6 +126,7 @@ class Slices(SlicedModel, Feature):
         if not run.library:  # where auto has chosen by now
             _set_cut(run, wanted[0])
         self._cut, self.implementations = wanted[0], _implementations(run)
+        self.one_mask = not (run.library or getattr(run.args, "reset_attention_mask", False))
         # Of the loss function: of a script the first step's, of a trainer that of every step.
         self._library, self._unknown = run.library, True
         self._batches = Wrappers(Batches)

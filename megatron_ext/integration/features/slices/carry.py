@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ....runtime import merged_attention
 from ...hooks import hooked
 from ...targets import ATTENTION, ROTARY
 from ...utils import untraced
@@ -159,9 +160,12 @@ class Attention(Sliced):
 
     Attributes:
         implementations: of attention that may run, of ``local`` and ``transformer_engine``.
+        one_mask: every microbatch is given the same mask, if it is given one.
     """
 
     implementations: Sequence[str] = ()
+    one_mask = False
+    _causal = False
 
     @hooked(ATTENTION["local"], _WHY, when=lambda self: "local" in self.implementations)
     def _local(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -200,8 +204,33 @@ class Attention(Sliced):
         packed = kwargs.get("packed_seq_params")
         if packed is not None:
             kwargs["packed_seq_params"] = documents.attended(slicing, packed)
+        elif masked is _local and not slicing.documents and self._is_causal(module, attention_mask):
+            scale = module.softmax_scale * (module.scale_mask_softmax.scale or 1)
+            out = merged_attention.attend(query, key, value, scale, None)
+            if out is not None:
+                return out
         with masked(slicing, module, key.device, attention_mask, attn_mask_type) as (mask, kind):
             return original(module, query, key, value, mask, kind, *args, **kwargs)
+
+    def _is_causal(self, module: Any, mask: Any) -> bool:
+        """Whether Megatron's local attention is causal and nothing else: no dropout, no window, no
+        offset of the softmax, no mask that may differ between microbatches."""
+        softmax, slicing = module.scale_mask_softmax, self.slicing
+        if (
+            softmax.attn_mask_type.name != "causal"
+            or softmax.window_size is not None
+            or module.softmax_offset is not None
+            or (module.training and module.attention_dropout.p)
+        ):
+            return False
+        if mask is None:
+            return True
+        if self.one_mask and slicing.first and not slicing.unit.microbatch:
+            begin, end = slicing.span
+            later = torch.ones(end - begin, mask.shape[-1], dtype=torch.bool, device=mask.device)
+            # The host waits for it, in the first microbatch of a step.
+            self._causal = bool((mask[..., begin:end, :] == later.triu(begin + 1)).all())
+        return self.one_mask and self._causal
 
     @hooked(ROTARY, "positions of every slice would begin at 0")
     def _rotary(
