@@ -25,7 +25,6 @@ FEATURES = {
     "ProfileSteps": ("Measured pass times", "../concepts/schedules.md#measured-costs"),
     "Offload": ("Offloading activations", "../guides/offload.md"),
     "Recompute": ("Cheap recompute", "../guides/offload.md#cheap-recompute"),
-    "PostValidation": ("Optimizer post-validation", "../guides/post-validation.md"),
     "VocabularyParallel": ("A sharded vocabulary", "../guides/vocabulary.md"),
     "MoE": ("MoE layers in chunks", "../guides/moe.md"),
     "Telemetry": ("Traces", "../guides/tracing.md"),
@@ -99,7 +98,6 @@ def flags() -> str:
         for flag in FLAGS:
             if flag.name in declared:
                 value = flag.shown or ""
-                value = f"[{value}]" if flag.const is not None else value
                 name = f"`{f'{flag.name} {value}'.strip()}`{' *' if flag.alone else ''}"
                 text = flag.help.replace("%%", "%")
                 text += f"; at least {flag.least}" if flag.least is not None else ""

@@ -142,7 +142,7 @@ def _shape(cap_use: str, group_use: str) -> Options:
             "--group-size G": "microbatches per group, ceil(P/2) to P (default P); for "
             + group_use,
             "--objective {makespan,rank-span}": "minimize the iteration time (makespan, default), "
-            "or the longest span of a rank, for optimizer post-validation; for generated schedules",
+            "or the longest span of a rank; for generated schedules",
             "--effort SECONDS": "approximate search time of a V schedule at unequal costs, on one "
             "core (default 1); counted in passes tried, so every machine finds the same order",
         },

@@ -74,7 +74,7 @@ def _plan(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
         save_order(args.output, best)
-    data = report_json(result, spaces, ignored, notes, seconds, args.output, own.arguments)
+    data = report_json(result, spaces, ignored, notes, seconds, args.output)
     if args.microbatch_cost is not None:
         with user_input():
             rows = plan_lengths.of_points(args.microbatch_cost, result.front)

@@ -1,12 +1,11 @@
 """Plan's advice on options beside the schedule: a sharded vocabulary, pairs of passes that hide
-all-to-alls of experts, post-validation."""
+all-to-alls of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 from ..plan.calibration import expected_error
@@ -14,7 +13,6 @@ from ..plan.model import Job
 from ..plan.moe_job import fixed_plan
 from ..plan.overlap import ASSUMPTIONS, is_open
 from ..plan.point import Point, evaluate
-from ..plan.post_validation import FLAG, RERUN, refusal, takes_long, with_post_validation
 from ..plan.result import Result
 from ..plan.space import SearchSpace
 from ..plan.vocabulary import rank_work
@@ -112,46 +110,6 @@ def expert_overlap_text(data: dict[str, Any], gib: Callable[[int], str]) -> list
         time = f"{slower:.1%} more" if each else f"{least:.1f} ms a step"
         each.append(f"{_WAYS[way]} {time} ({one['schedule']}, {gib(one['peak_bytes'])})")
     return [f"  (all-to-alls of experts, the fastest that was tried: {', '.join(each)})"]
-
-
-def post_validation_json(best: Point, beside: SimpleNamespace) -> dict[str, Any]:
-    """``post_validation``: what ``--pp-post-validation`` would change; null where training refuses
-    it, or an order for it takes long to make. ``no_post_validation``: why it is null.
-
-    Args:
-        beside: the user's flags.
-    """
-    why = refusal(beside, best.job)
-    if not best.is_pipeline:
-        why = f"{FLAG} needs a pipeline"
-    if why is None and takes_long(best):
-        why = f"{FLAG} was not tried: it takes long to make an order for it"
-    found = None if why else with_post_validation(best)
-    row = found and {
-        "flags": FLAG + RERUN * (getattr(beside, "rerun_mode", None) is None),
-        "step_ms": number_to_json(found.step_us / 1000),
-        "copies_bytes": max(found.copies),
-        "peak_bytes": found.worst,
-    }
-    return {"post_validation": row, "no_post_validation": why}
-
-
-def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str:
-    """``post_validation_json`` of the chosen point for people; ``gib`` writes bytes."""
-    best, found = data["chosen"], data["chosen"]["post_validation"]
-    if found is None:
-        return f"  ({best['no_post_validation']})"
-    gain = 1 - found["step_ms"] / best["step_ms"]
-    if gain < 0.0005:
-        return "  (--pp-post-validation would gain nothing)"
-    more = found["peak_bytes"] - best["peak_bytes"]
-    peak = f"{gib(more)} more at the peak" if more > 0 else "no more at the peak"
-    if found["peak_bytes"] > data["memory_cap_bytes"]:
-        peak += ", which is over the budget"
-    return (
-        f"  ({found['flags']}: a step takes {found['step_ms']:.1f} ms, {gain:.1%} less; extra "
-        f"{gib(found['copies_bytes'])} at most until validated, {peak})"
-    )
 
 
 def error_to_expect(space: SearchSpace) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from ..plan.gpu import Gpu
@@ -19,7 +18,6 @@ from .plan_moe import plan_layer_json, plan_words
 from .plan_options import (
     error_to_expect,
     expert_overlap,
-    post_validation_json,
     whole_vocabulary,
 )
 
@@ -31,14 +29,13 @@ def report_json(
     notes: Sequence[str],
     seconds: float,
     file: str | None,
-    beside: SimpleNamespace,
 ) -> dict[str, Any]:
     """The whole answer; times in milliseconds, sizes in bytes.
 
     ``chosen`` is null where nothing fits; then ``needs`` says what would. ``expected_error``: of
     step times, as a share; null where passes were measured. ``skipped``: candidates that a bound
     would have let in; ``cut``: of these, what only the limit of work left out; ``possible``: by
-    which share one of them may be faster, at most. ``beside``: the user's flags.
+    which share one of them may be faster, at most.
     """
     best = result.best
     shown = best or result.smallest
@@ -75,7 +72,6 @@ def report_json(
             "expert_overlap": expert_overlap(result),
             "whole_vocabulary": whole_vocabulary(result, space, best),
             "ranks": [rank_json(rank) for rank in best.ranks],
-            **post_validation_json(best, beside),
         }
     else:
         part, size = shown.worst.largest_part()

@@ -9,7 +9,7 @@ from typing import Any
 from ..plan.calibration import OF_RUNS
 from ..view.timeline import decimal
 from .plan_moe import plan_layer_text
-from .plan_options import expert_overlap_text, post_validation_text, vocabulary_text
+from .plan_options import expert_overlap_text, vocabulary_text
 
 
 def report_text(data: dict[str, Any], file: str | None, rows: Sequence[str]) -> str:
@@ -116,8 +116,6 @@ def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
     lines += ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
     lines += [*_chosen(data, file), *_replaced(data), *vocabulary_text(data, gib)]
     lines += expert_overlap_text(data, gib)
-    if best["division"]["pipeline"] > 1 and data["stock_only"] is None:
-        lines.append(post_validation_text(data, gib))
     return [*lines, "", *_ranks(best["ranks"])]
 
 

@@ -114,7 +114,6 @@ class MegatronArgs(Protocol):
     pp_profile: str | None
     pp_p2p: str | None
     pp_trace: str | None
-    pp_post_validation: int | None
     pp_vocab_parallel: bool | None
     pp_vocab_chunks: int | None
     pp_offload: str | None

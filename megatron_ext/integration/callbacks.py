@@ -152,17 +152,9 @@ class Callback:
         """True if the next iteration's passes must be timed."""
         return False
 
-    def holds_next(self) -> bool:
-        """True if the next training iteration must not begin before Megatron asks for it."""
-        return False
-
     def data_iterators(self, iterators: list[Any], training: bool) -> list[Any]:
         """Megatron's data iterators, or wrappers of them."""
         return iterators
-
-    def resume(self, call: Call) -> Step | None:
-        """An iteration that was begun for ``call`` already."""
-        return None
 
     def before_plan(self, step: Step) -> None:
         """Only ``step.call`` is known; ``PlanInputs`` may be changed, and ``step.loads`` set."""
@@ -192,8 +184,8 @@ class Callback:
     def returning(self, step: Step) -> None:
         """Last of all, before the losses are returned; may set them."""
 
-    def dropped(self, step: Step, failed: bool) -> None:
-        """The iteration was abandoned, after an exception (``failed``) or to begin it again."""
+    def dropped(self, step: Step) -> None:
+        """The iteration was abandoned after an exception."""
 
     def close(self) -> None:
         """The run is over, or ``revert`` was called."""

@@ -59,7 +59,6 @@ class Flag:
         name: with its dashes.
         help: for ``--help``; ``%`` must be doubled.
         metavar: the value in ``--help``.
-        const: the value where the flag stands without one; None: a value is required.
         alone: it works without ``--pp-schedule``.
         compared: given the value and all arguments, what must be equal on all ranks; default: the
             value itself. For files, whose paths may differ between nodes.
@@ -78,7 +77,6 @@ class Flag:
     metavar: str | None = None
     kind: Callable[[str], Any] = str
     switch: bool = False
-    const: Any = None
     alone: bool = False
     compared: Callable[[str, MegatronArgs], str] | None = None
     not_in_library: str = ""
@@ -132,14 +130,12 @@ class Flag:
         if self.switch:
             group.add_argument(self.name, action="store_true", default=None, help=self.help)
             return
-        optional = {} if self.const is None else {"nargs": "?", "const": self.const}
         group.add_argument(
             self.name,
             type=self.kind,
             metavar=self.shown,
             default=None,
             help=self.help,
-            **optional,
         )
 
 

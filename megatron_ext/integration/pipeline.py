@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..runtime.channel import Channel
 from ..runtime.edges import DEFAULT, MessageOptions, connected
-from ..runtime.executor import Executor, Extension
+from ..runtime.executor import Executor
 from ..runtime.trace import Recorder
 from ..runtime.watchdog import Watchdog, limit, process_watchdog
 from ..runtime.wgrad import WeightGradStore
@@ -129,8 +129,7 @@ class ScheduledPipeline:
 
     def _run(self, call: Call, pg_collection: Any, force_all_reduce: bool | None) -> Step:
         """One iteration, which other ranks may let wait at any place."""
-        begun = (step for c in self.callbacks if (step := c.resume(call)) is not None)
-        step = next(begun, None) or self.begin(call)
+        step = self._begin(call)
         self._complete(step)
         if step.training:
             detail = f"for gradients to be reduced over {_gradient_ranks()}"
@@ -166,12 +165,8 @@ class ScheduledPipeline:
         """Of all numbers of microbatches."""
         return self._plans
 
-    def begin(self, call: Call, extension: Extension | None = None) -> Step:
+    def _begin(self, call: Call) -> Step:
         """Everything before the first pass.
-
-        Args:
-            extension: runs operations beyond F, B, W, messages and copies; None: they are
-                left out.
 
         Raises:
             ConfigError: the plan does not fit the model or the machine.
@@ -216,18 +211,10 @@ class ScheduledPipeline:
             step.channel,
             self.watchdog(rank),
             step.recorder,
-            extension or step.runner.extension(plan),
+            step.runner.extension(plan),
         )
-        if extension is None:
-            start_param_sync(call)
+        start_param_sync(call)
         return step
-
-    def drop(self, step: Step, failed: bool) -> None:
-        """Forget an iteration that has begun (see ``Callback.dropped``)."""
-        self._store.clear()
-        step.executor.drop(failed)
-        for callback in self.callbacks:
-            callback.dropped(step, failed)
 
     def _complete(self, step: Step) -> None:
         """The passes that are left, and what callbacks do afterwards."""
@@ -240,7 +227,10 @@ class ScheduledPipeline:
                 for callback in self.callbacks:
                     callback.passes_done(step, watchdog)
         except BaseException:
-            self.drop(step, failed=True)
+            self._store.clear()
+            step.executor.drop()
+            for callback in self.callbacks:
+                callback.dropped(step)
             raise
         for callback in reversed(self.callbacks):
             callback.end(step)

@@ -11,7 +11,6 @@ from ..schedule.passes.check import check
 from ..schedule.passes.lower import lower
 from ..schedule.placement import Placement
 from ..schedule.planner import StepUnits
-from ..schedule.post_validation import add_post_validation
 from ..schedule.schedule import Schedule
 from .callbacks import Callback, Loads, PlanInputs, arranged
 from .errors import ConfigError
@@ -34,7 +33,6 @@ class Plans:
         choice: what training runs, given the microbatches of its first step.
         placement: of that schedule, and of evaluation.
         inputs: what training schedules depend on; if it is marked as changed, new ones are made.
-        post_validation: lowered training schedules hold optimizer post-validation.
         barriers: of a sharded vocabulary, in evaluation as in training schedules; 0: it is not
             sharded.
     """
@@ -44,11 +42,10 @@ class Plans:
         choice: Callable[[int], ScheduleRequest],
         placement: Placement,
         inputs: PlanInputs | None = None,
-        post_validation: bool = False,
         barriers: int = 0,
     ) -> None:
         self._choice, self._placement, self._barriers = choice, placement, barriers
-        self._inputs, self._post_validation = inputs or PlanInputs(), post_validation
+        self._inputs = inputs or PlanInputs()
         self._kept: dict[_Key, Schedule] = {}  # the last used last
 
     def lowered(
@@ -109,8 +106,6 @@ class Plans:
 
     def _ready(self, made: Schedule, training: bool) -> Schedule:
         plan = lower(made)
-        if training and self._post_validation:
-            plan = add_post_validation(plan)
         check(plan, forward_only=not training)
         return plan
 

@@ -105,17 +105,6 @@ class Call:
         """Where this rank computes."""
         return device_of(self.iteration.models)
 
-    def is_as(self, other: Call) -> bool:
-        """True if an iteration that was begun for one can go on for the other."""
-        one, two = self.iteration, other.iteration
-        same = ("forward_step_func", "num_microbatches", "forward_only", "collect_non_loss_data")
-        return (
-            (self.group, self.shape, self.batch) == (other.group, other.shape, other.batch)
-            and all(getattr(one, name) == getattr(two, name) for name in same)
-            and all(a is b for a, b in zip(one.models, two.models))
-            and all(a is b for a, b in zip(one.data_iterators, two.data_iterators))
-        )
-
 
 class MegatronRunner(StageRunner):
     """Runs Megatron's own ``forward_step`` and ``backward_step`` for single actions.

@@ -179,7 +179,6 @@ BALANCING_LOG = Target.at(
     f"{_ROUTER}:TopKRouter.attach_and_log_load_balancing_loss",
     *("self", "activation", "aux_loss", "valid_token_count"),
 )
-ROUTER_METRICS = Target.at(f"{_CORE}.transformer.moe.moe_logging:get_moe_metrics_tracker")
 Z_LOSS = Target.at(f"{_ROUTER}:z_loss_func", "logits", "z_loss_coeff")
 GRAPH_ORDER = Target.at(
     f"{_CORE}.transformer.cuda_graphs:convert_schedule_table_to_order",
@@ -221,7 +220,6 @@ PARALLEL_SAVE = Target.at(
     "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
     *("self", "sharded_state_dict"),
 )
-CHAINED_STEP = Target.at(f"{_CORE}.optimizer.optimizer:ChainedOptimizer.step", "self")
 
 # Megatron's training scripts.
 ARGUMENTS = Target.at(f"{_TRAINING}.arguments:add_megatron_arguments", "parser")
@@ -237,7 +235,6 @@ TRAIN_STEP = Target.at(f"{_TRAINING}.training:train_step", "forward_step_func", 
 SKIPPED_STEP = Target.at(f"{_TRAINING}.training:dummy_train_step", "data_iterator")
 TRAINING_LOG = Target.at(f"{_TRAINING}.training:training_log", "iteration", "is_first_iteration")
 PRINT_LAST = Target.at(f"{_TRAINING}.utils:print_rank_last", "message")
-DECIDE_EXIT = Target.at(f"{_TRAINING}.training:checkpoint_and_decide_exit", "iteration", "model")
 SEQLEN_COUNT = Target.at(f"{_TRAINING}.training:consume_seqlen_stats_in_iteration")
 DOCUMENT_COUNT = Target.at(
     f"{_TRAINING}.training:update_seqlen_stats_from_cu_seqlens", "cu_seqlens"

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..schedule import Objective, Schedule, ScheduleSpec, default_effort, select, simulate
+from ..schedule import Schedule, ScheduleSpec, default_effort, select, simulate
 from ..schedule.costs import number_to_json
 from ..schedule.memory_cap import ShareCap
 from .collectives import Overhead
@@ -95,9 +95,9 @@ class Point:
         """The cap that the order was made for, as a fraction of 1F1B's peak."""
         return self.spec.cap.share if isinstance(self.spec.cap, ShareCap) else None
 
-    def schedule(self, objective: Objective = "makespan") -> Schedule:
+    def schedule(self) -> Schedule:
         """The schedule itself, with its offload, made again."""
-        return select(replace(self.spec, objective=objective)).schedule
+        return select(self.spec).schedule
 
     def as_named(self) -> Fraction:
         """Microseconds if training makes the order, by the schedule's name.

@@ -1,7 +1,7 @@
 """Options of Megatron beside which training refuses what ``plan`` might propose: one list for both.
 
-Features of training take their conflicts from here, as from ``lengths``, ``overlap``, ``slices``,
-``post_validation`` and ``moe_conflicts``.
+Features of training take their conflicts from here, as from ``lengths``, ``overlap``, ``slices``
+and ``moe_conflicts``.
 """
 
 from __future__ import annotations
@@ -150,7 +150,6 @@ GRAPHS = (
     Conflict("--pp-offload", _POOL),
     Conflict("--pp-offload-chunks", _POOL),
     Conflict("--pp-cheap-recompute", _POOL),
-    Conflict("--pp-post-validation", _FIXED),
     Conflict("--pp-profile-steps", _FIXED),
     Conflict("--rampup-batch-size", "it changes the number of microbatches; drop it"),
     Conflict("--step-batch-size-schedule", "it changes the number of microbatches; drop it"),

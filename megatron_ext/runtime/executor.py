@@ -96,7 +96,7 @@ class Executor:
         channel: messages to and from the other pipeline ranks.
         watchdog: gets the present action and what it waits for.
         recorder: takes the measured times and resident sets.
-        extension: runs the operations beyond ``Op``; None: they are left out, on all ranks.
+        extension: runs the operations beyond ``Op``; None: there are none.
 
     Attributes:
         inbox: by consumer, messages that F or B (or an extension's operation) will take.
@@ -119,11 +119,10 @@ class Executor:
         self.inbox: dict[Action, torch.Tensor | Receipt] = {}
         self.outbox: dict[Action, torch.Tensor] = {}
         self._runner, self.recorder = runner, recorder
-        self._ends: list[Any] = [channel] if extension is None else [channel, extension]
+        self._channel, self._extension = channel, extension
         if channel.device.type != "cpu":
             watchdog.pending = self.pending
         self._received = _received_by_then(schedule, rank, channel.posts_late)
-        self._next = 0
         handlers: dict[Operation, Callable[[Any], None]] = {
             Op.F: self.forward,
             Op.B: self.backward,
@@ -137,27 +136,21 @@ class Executor:
         }
         if extension is not None:
             handlers.update(extension.handlers(self))
-        row = schedule.ranks[rank]
-        if extension is None and schedule.is_extended:
-            row = tuple(a for a in row if isinstance(a, Joint) or isinstance(a.op, Op))
         self._program: tuple[Sequence[AnyAction], Mapping[Any, Callable[[Any], None]]]
-        self._program = row, handlers
+        self._program = schedule.ranks[rank], handlers
 
-    def run(self, until: int | None = None) -> None:
-        """Run the iteration, or go on with it.
-
-        Args:
-            until: the position to stop before. Where no message is in flight there, ``run`` may
-                come later for the rest, or ``drop`` in its place. None: to the end.
+    def run(self) -> None:
+        """Run the iteration.
 
         Raises:
             RuntimeError: a message or an activation set is left over, which means that the
                 schedule and the model disagree.
         """
-        self._run_until(len(self._program[0]) if until is None else until)
-        if until is not None:
-            return
-        self._finish_messages()
+        self._run_actions()
+        self.watchdog.waiting("for its last messages to be taken", self._channel.sending_to)
+        self._channel.finish()
+        if self._extension is not None:
+            self._extension.finish()
         self._forget()
         if self.inbox or self.outbox:
             left = ", ".join(map(str, [*self.inbox, *self.outbox]))
@@ -171,46 +164,26 @@ class Executor:
         found += [] if message is None else [f"{message} has not been transferred"]
         return "; ".join(found)
 
-    def drop(self, failed: bool) -> None:
-        """Keep nothing of an iteration that ends early: what its passes hold would wait for garbage
-        collection, which may be off, or come after a trainer has tried again.
-
-        Args:
-            failed: else it ends on all ranks, and its messages are taken first.
-        """
-        if not failed:
-            for message in self.inbox.values():
-                if isinstance(message, Receipt):
-                    message.wait()
-            self._finish_messages()
+    def drop(self) -> None:
+        """Keep nothing of an iteration that failed: what its passes hold would wait for garbage
+        collection, which may be off, or come after a trainer has tried again."""
         self.inbox.clear()
         self.outbox.clear()
         self._forget()
 
     def _forget(self) -> None:
         self._program = (), {}  # It refers to this object, which refers to it.
-        for extension in self._ends[1:]:
-            extension.release()
+        if self._extension is not None:
+            self._extension.release()
 
-    def _finish_messages(self) -> None:
-        self.watchdog.waiting("for its last messages to be taken", self._channel.sending_to)
-        for end in self._ends:
-            end.finish()
-
-    @property
-    def _channel(self) -> Channel:
-        channel: Channel = self._ends[0]
-        return channel
-
-    def _run_until(self, end: int) -> None:
+    def _run_actions(self) -> None:
         # What the loop does for every action is on the way to the device's next kernel.
         (row, handlers), joint = self._program, self._joint
         total = len(row)
         at, sending = self.watchdog.at, self._channel.sending_to
         verbose = os.environ.get(TRACE_ENVIRONMENT) == "1"
         profiled = torch.autograd._profiler_enabled
-        for position in range(self._next, end):
-            action = row[position]
+        for position, action in enumerate(row):
             # An action starts with its operation, a joint one with its forward pass.
             handler = handlers.get(action[0], joint)
             at(action, position, total, sending)
@@ -223,7 +196,6 @@ class Executor:
                     handler(action)
             else:
                 handler(action)
-        self._next = end
 
     def forward(self, action: Action) -> None:
         """Run F."""

@@ -37,7 +37,7 @@ class Operation(str, Enum):
     """Base of the alphabets; a member's value is the text form's prefix.
 
     ``Op`` is the alphabet of every schedule. A subclass elsewhere adds operations of a feature
-    (``post_validation``, ``vocabulary``); its messages are called ``SEND_...`` and ``RECV_...``,
+    (``vocabulary``); its messages are called ``SEND_...`` and ``RECV_...``,
     its collectives ``SHARE_...`` and ``JOIN_...``.
 
     Attributes:

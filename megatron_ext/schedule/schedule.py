@@ -165,11 +165,6 @@ class Schedule:
         return any(not (a.is_compute or a.is_copy) for row in self.ranks for a in row)
 
     @cached_property
-    def is_extended(self) -> bool:
-        """True if the lists hold post-validation of the optimizer."""
-        return any(a.op.value == "PREFIX" for _, _, a in self.actions())
-
-    @cached_property
     def vocabulary(self) -> Vocabulary | None:
         """What its vocabulary passes wait for; None: the vocabulary is not sharded."""
         if not self.barriers:

@@ -90,18 +90,17 @@ EXTRAS = (
         )
     ),
     # Optimizer, gradients, the loop around the steps.
-    Extra(run="--optimizer sgd", without="post-validation|distributed-opt"),
+    Extra(run="--optimizer sgd", without="distributed-opt"),
     Extra(run="--weight-decay 0.1 --decoupled-lr 1e-4"),
     Extra(run="--lr-warmup-iters 1"),
     Extra(run="--log-params-norm --log-num-zeros-in-grad --timing-log-level 1"),
-    Extra(run="--rerun-mode validate_results", without="post-validation"),
+    Extra(run="--rerun-mode validate_results"),
     Extra(run="--manual-gc --manual-gc-interval 1"),
     Extra(run="--train-sync-interval 1"),
     Extra(
         run="--iterations-to-skip 2",
         # Megatron's script draws data for one chunk a rank, on the first and the last rank.
         needs="pipeline-model-parallel-size 2.*--pp-schedule (1f1b|zb)",
-        without="post-validation",
     ),
     Extra(run="--grad-reduce-in-bf16", needs="--bf16"),
     Extra(run="--ddp-average-in-collective", needs="distributed-opt", without="per-token"),
@@ -149,11 +148,6 @@ EXTRAS = (
         # Three ranks have a vocabulary of other padding, and padding takes part in the loss.
         Extra(model="--make-vocab-size-divisible-by 384", ours=ours, why=_SHARDS)
         for ours in ("--pp-vocab-parallel", "--pp-vocab-parallel --pp-vocab-chunks 2")
-    ),
-    Extra(
-        run="--rerun-mode disabled --no-check-for-nan-in-loss-and-grad",
-        ours="--pp-post-validation 0",
-        without="--optimizer|iterations-to-skip",
     ),
     Extra(
         ours="--overlap-moe-expert-parallel-comm",

@@ -239,11 +239,6 @@ MINIATURES: list[tuple[str, str, Callable[[Results], bool]]] = [
     ),
     ("overlap", "--sizes 2", _overlap),
     (
-        "post-validation",
-        "--schedules v-zb --sizes 2x4 --passes 5,5,5 --iterations 6 --rounds 1",
-        _equal,
-    ),
-    (
         "overlap-run",
         "CHECKOUT --pp 2 --microbatches 4 --unit-ms 4 --steps 1",
         lambda data: all(row["step"] >= row["simulated"] for row in data["rows"]),
@@ -306,7 +301,7 @@ CORPUS = "gpt/gpt3_mcore_te_tp1_pp4_disable_bias_linear"
 
 PAGES = (
     *("emulated-pipeline", "executor-overhead", "replan", "offload", "vocabulary", "schedules"),
-    *("vocabulary-run", "overlap-run", "post-validation", "adaptive", "lengths"),
+    *("vocabulary-run", "overlap-run", "adaptive", "lengths"),
     *("step_lengths", "slices-run"),
 )
 

@@ -135,7 +135,6 @@ def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:
         ("name", "but 'v-hlaf' is not known; give one of them; did you mean v-half?"),
         ("auto", "ConfigError: schedule auto cannot be used here: it would choose the placement"),
         ("bytes", "ConfigError: memory_cap 40GiB cannot be used here: bytes need the sizes"),
-        ("post_validation", "ConfigError: post_validation cannot be used here: it steps the"),
         ("vocab_parallel", "ConfigError: vocab_parallel cannot be used here: trainers load and"),
         ("offload", "ConfigError: offload must be one of off, half, full, auto, got 'some'"),
         ("type", "ConfigError: group_size: invalid int value: 'two'"),

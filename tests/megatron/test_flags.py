@@ -527,7 +527,7 @@ def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     ours = ["schedule", "memory_cap", "group_size", "cost", "p2p", "trace"]
     ours += ["cheap_recompute", "slices", "slice_cut", "slice_weights", "profile_steps", "profile"]
     ours += ["slice_tokens", "microbatch_costs", "reorder_microbatches"]
-    ours += ["post_validation", "vocab_parallel", "vocab_chunks"]
+    ours += ["vocab_parallel", "vocab_chunks"]
     ours += ["offload", "offload_chunks", "offload_time", "offload_transfer", "offload_policy"]
     moe = ["moe_pipeline_chunks", "moe_memory_reuse", "moe_memory_budget", "moe_pipeline_costs"]
     moe += ["moe_memory_host_budget"]

@@ -78,13 +78,13 @@ def test_feature(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("code", ["Add a refusal"], indirect=True)
 def test_refusal(code: dict[str, Any]) -> None:
     def refused(value: int, **others: Any) -> str | None:
-        given = {"pp_schedule": "zb-h1", "pp_post_validation": 10, "pp_count_clipping": value}
+        given = {"pp_schedule": "zb-h1", "pp_profile_steps": 2, "pp_count_clipping": value}
         return code["FLAG"].refusal(megatron_args(**{**given, **others}))
 
     assert refused(1) is None
     assert refused(0) == "--pp-count-clipping must be 1 or more, got 0"
     assert "needs --pp-schedule; add it" in str(refused(1, pp_schedule=None))
-    assert "needs --pp-post-validation; add it" in str(refused(1, pp_post_validation=None))
+    assert "needs --pp-profile-steps; add it" in str(refused(1, pp_profile_steps=None))
     assert "and --pp-trace x both write to the log" in str(refused(1, pp_trace="x"))
     for clip, found in ((0.0, None), (1.0, None), (0.5, "0.5")):
         assert code["CONFLICT"].found(megatron_args(clip_grad=clip)) == found

@@ -18,7 +18,6 @@ import torch
 from megatron_ext.integration import ConfigError, saved_parameters
 from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.moe.flags import of_whole
-from megatron_ext.integration.features.post_validation.rewind import Replay
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.slice_count import with_slices
 from megatron_ext.integration.features.slices import Slices
@@ -425,24 +424,6 @@ def test_every_slice_gets_the_batch_of_its_microbatch() -> None:
         first = next(batches)
         seen.append((first.pop("tokens"), next(batches)["mask"]))
     assert seen == [(1, 2)] * 3 + [(3, 4)]
-
-
-def test_slices_behind_those_that_run_again_get_their_batch() -> None:
-    """Post-validation drops passes inside a microbatch, and gives what they drew again."""
-    batches = Batches(iter([{"tokens": 1}, {"tokens": 2}, {"tokens": 3}]))
-    replay, units = Replay(batches), units_of([2, 2, 2])
-
-    def run(some: Sequence[Any]) -> list[int]:
-        seen = []
-        for unit in some:
-            batches.begin(unit)
-            seen.append(next(replay)["tokens"])
-        return seen
-
-    replay.record()
-    assert run(units[:3]) == [1, 1, 2]
-    replay.rewind()
-    assert run(units) == [1, 1, 2, 2, 3, 3]
 
 
 def test_losses_of_slices_are_added() -> None:

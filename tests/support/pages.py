@@ -81,8 +81,8 @@ NOT_RUN = {
     r"python -m tests\.campaigns\.faults": "takes minutes; "
     "tests/ranks/runtime/test_faults.py is its short form",
     r"scripts/upgrade_check\.sh": "needs a network; tests/campaigns/scripts has its decisions",
-    r"python -m tests\.campaigns\.(fuzz|random_equivalence|random_post_validation)": "runs as long "
-    "as asked; tests/unit/fuzz, test_random_cases.py and test_post_validation.py are shorter",
+    r"python -m tests\.campaigns\.(fuzz|random_equivalence)": "runs as long "
+    "as asked; tests/unit/fuzz and test_random_cases.py are shorter",
     r"make (lint|test-fast|test)": "scripts/test.sh runs the same",
     r"make (docs|reference)": "needs a package index, or torch; tests compare the reference pages",
     r"pre-commit install": "changes the hooks of this clone",

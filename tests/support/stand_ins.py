@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_ext.integration.arguments import MegatronArgs
 from megatron_ext.integration.feature import Feature, Run
-from megatron_ext.integration.features.post_validation import PostValidation
 from megatron_ext.integration.features.profile import ProfileSteps
 from megatron_ext.integration.features.schedule import Schedule
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
@@ -18,7 +17,7 @@ def megatron_args(**values: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**dict.fromkeys(MegatronArgs.__annotations__), **values})
 
 
-_SCHEDULING = (ProfileSteps, Schedule, PostValidation)
+_SCHEDULING = (ProfileSteps, Schedule)
 
 
 def check(run: Run, *features: type[Feature]) -> None:

@@ -29,7 +29,6 @@ _RUNS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "CUDA graphs": ("1f1b", None, {"cuda_graph_impl": "transformer_engine"}),
     "slices": ("zb-h1", None, {"pp_slices": 2, "transformer_impl": "local"}),
     "sharded vocabulary": ("zb-h1", None, {"pp_vocab_parallel": True}),
-    "post-validation": ("zb-h1", None, {"pp_post_validation": 10}),
     "passes in pairs": ("1f1b", None, {"overlap_moe_expert_parallel_comm": True}),
 }
 

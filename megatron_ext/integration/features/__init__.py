@@ -10,7 +10,6 @@ from .lengths import Lengths
 from .moe import MoE
 from .offload import Offload
 from .overlap import Overlap
-from .post_validation import PostValidation
 from .profile import ProfileSteps
 from .recompute import Recompute
 from .schedule import Schedule
@@ -21,13 +20,12 @@ from .v_placement import VPlacement
 from .vocabulary import VocabularyParallel
 
 # Why this order: a profile is read, and sequences are cut, before the schedule is chosen; what a
-# step has is read behind the queues of its slices; profiles
-# are written after all else of an iteration has ended; graphs are captured behind all else of a
-# step; offload wraps the linear layers that split their backward pass; a trace is written while
-# offloaded sets are still counted; post-validation drops what has begun before a checkpoint is
-# saved; the vocabulary is shared out of a model whose ends lie where V placement has them; pairs
-# take the place of the passes that are left then; MoE layers see a step begin around the schedule
-# that runs it; the ranks compare the outcome of all checks.
+# step has is read behind the queues of its slices; profiles are written after all else of an
+# iteration has ended; graphs are captured behind all else of a step; offload wraps the linear
+# layers that split their backward pass; a trace is written while offloaded sets are still counted;
+# the vocabulary is shared out of a model whose ends lie where V placement has them; pairs take the
+# place of the passes that are left then; MoE layers see a step begin around the schedule that runs
+# it; the ranks compare the outcome of all checks.
 FEATURES: tuple[type[Feature], ...] = (
     ProfileSteps,
     Lengths,
@@ -39,7 +37,6 @@ FEATURES: tuple[type[Feature], ...] = (
     Recompute,
     Telemetry,
     Checkpoint,
-    PostValidation,
     VPlacement,
     VocabularyParallel,
     Overlap,

@@ -129,7 +129,7 @@ class CudaGraphs(Feature):
             if key not in self._orders:
                 self._orders[key] = capture_order(step.plan, step.rank)
 
-    def dropped(self, step: Step, failed: bool) -> None:
+    def dropped(self, step: Step) -> None:
         self._restore(step)
 
     def returning(self, step: Step) -> None:

@@ -202,7 +202,7 @@ def generate(
         memory_cap: most activation sets (one chunk's for one whole microbatch) on any rank, for
             ``v-cap``: 2 to 1F1B's 2p, the default. With slices it need not be a whole number.
         objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
-            single rank's own (what counts with optimizer post-validation).
+            single rank's own.
         effort: seconds that a search may take, about (``Request``); more rarely gives a slower
             order. 0: no search; the order is made in a tenth of a second, in the same memory.
         sets_grow: a set may be larger between B and W than before B, by a factor that need not be

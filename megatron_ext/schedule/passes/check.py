@@ -10,7 +10,6 @@ from .. import grid
 from ..actions import Action, AnyAction, Op
 from ..costs import Costs
 from ..effects import MESSAGES, given, inputs, passes
-from ..post_validation import check_post_validation
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Simulation, Transfers, simulate
 from ..units import Unit, place_in_lane
@@ -47,8 +46,8 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     in which every SEND blocks until the peer stands at the matching RECV finishes. With offload
     also: every OFFLOAD has its RELEASE, PREPARE and RELOAD, between its F and its B and in this
     order, and in simulated time no copy starts before what it needs or meets another one on what
-    they share (see ``Link.uses``). With post-validation also: see ``check_post_validation``; with a
-    sharded vocabulary: see ``check_passes`` and ``check_collectives``.
+    they share (see ``Link.uses``). With a sharded vocabulary also: see ``check_passes`` and
+    ``check_collectives``.
 
     Args:
         schedule: lowered or not.
@@ -67,8 +66,6 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     simulate(schedule, Costs(units=schedule.costs.units))
     if schedule.is_lowered:
         _check_transfers(schedule, where)
-        if schedule.is_extended:
-            check_post_validation(schedule)
         _check_message_order(schedule)
         check_collectives(schedule, where)
         _check_rendezvous(schedule)

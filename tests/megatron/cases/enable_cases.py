@@ -297,7 +297,6 @@ def refusals(case: dict[str, Any]) -> dict[str, Any]:
     out["name"] = error_of(lambda: enable("v-hlaf"))
     out["auto"] = error_of(lambda: enable("auto"))
     out["bytes"] = error_of(lambda: enable("v-cap", memory_cap="40GiB"))
-    out["post_validation"] = error_of(lambda: enable("zb-h1", post_validation=10))
     out["vocab_parallel"] = error_of(lambda: enable("zb-h1", vocab_parallel=True))
     out["offload"] = error_of(lambda: enable("zb-h1", offload="some"))
     out["type"] = error_of(lambda: enable("gis", group_size="two"))

@@ -178,7 +178,6 @@ DOORS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 _FLAGS: dict[str, dict[str, Any]] = {
     "vocabulary": {"pp_schedule": "v-half", "pp_vocab_parallel": True},
-    "post-validation": {"pp_schedule": "zb-h1", "pp_post_validation": True},
     "profile": {"pp_schedule": "zb-h1", "pp_profile_steps": 2},
 }
 

@@ -1,4 +1,4 @@
-"""Two ranks: the losses' rank hands them over and is done with it before the last rank asks.
+"""Two ranks: the losses' rank hands them over before the last rank asks for them.
 
 python relay_cases.py FOLDER      rank 1 writes what it got, rank 0 what it saw, to FOLDER
 """
@@ -21,14 +21,14 @@ from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.placement import Placement
 from tests.support.ranks import on_ranks
 from tests.support.returned import returned, same
-from tests.support.waiting import PATIENCE, wait_until
+from tests.support.waiting import PATIENCE
 
 WORLD = 2
 LATE_SECONDS = 0.5
 
 
 def rank(number: int) -> None:
-    """Hand losses over in each way; rank 1 comes late for each."""
+    """Hand losses over; rank 1 comes late for them."""
     folder = Path(sys.argv[1])
     dist.init_process_group(
         "gloo",
@@ -38,33 +38,24 @@ def rank(number: int) -> None:
         timeout=timedelta(seconds=PATIENCE),
     )
     placement, group = Placement.vee(WORLD), dist.group.WORLD
-    found = {}
-    for way in ("waiting", "ahead"):
-        relay, watchdog = Relay(), Watchdog("a test", 60)
-        losses = [{"lm loss": torch.arange(5.0)}, returned()] if number == 0 else []
-        runner = SimpleNamespace(losses=losses, num_tokens=torch.tensor(7 * (1 - number)))
-        taken, ahead = folder / f"{way} taken", folder / "is ahead"
-        dist.barrier()
-        if number == 1:
-            if way == "ahead":
-                wait_until(ahead.exists, "the losses' rank does not go ahead")
-            time.sleep(LATE_SECONDS)  # In which only a sender that does not wait would go on.
-            taken.touch()
-        device = torch.device("cpu")
-        relay.start(placement, group, runner, device, watchdog, way == "ahead")
-        got = relay.losses() or losses
-        found[way] = {
-            "losses": got[0]["lm loss"].tolist(),
-            "structure": same(got[1], returned()),
-            "tokens": int(runner.num_tokens),
-            "had to wait": taken.exists(),
-        }
-        if number == 0 and way == "ahead":
-            ahead.touch()
-        relay.finish()
-        found[way]["finished behind"] = taken.exists()
-        del relay  # and with it whatever is still under way
-        dist.barrier()
+    relay, watchdog = Relay(), Watchdog("a test", 60)
+    losses = [{"lm loss": torch.arange(5.0)}, returned()] if number == 0 else []
+    runner = SimpleNamespace(losses=losses, num_tokens=torch.tensor(7 * (1 - number)))
+    taken = folder / "taken"
+    dist.barrier()
+    if number == 1:
+        time.sleep(LATE_SECONDS)
+        taken.touch()
+    relay.start(placement, group, runner, torch.device("cpu"), watchdog)
+    got = relay.losses() or losses
+    found = {
+        "losses": got[0]["lm loss"].tolist(),
+        "structure": same(got[1], returned()),
+        "tokens": int(runner.num_tokens),
+        "waited": taken.exists(),
+    }
+    del relay  # and with it whatever is still under way
+    dist.barrier()
     (folder / f"{number}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -222,7 +222,7 @@ def test_an_abandoned_iteration_keeps_nothing():
     try:
         with contextlib.suppress(ZeroDivisionError):
             executor.run()
-        executor.drop(failed=True)
+        executor.drop()
         alive = weakref.ref(executor)
         del executor
         assert alive() is None

@@ -168,7 +168,7 @@ def test_slices_where_microbatches_are_few(run, tmp_path):
     best = data["chosen"]
     assert best["slices"] in (2, 4) and f"--pp-slices {best['slices']}" in best["flags"]
     assert best["step_ms"] < 0.9 * whole["chosen"]["step_ms"]
-    assert whole["chosen"]["slices"] == 1 and best["post_validation"] is not None
+    assert whole["chosen"]["slices"] == 1
     path = tmp_path / "stages.json"
     path.write_text(json.dumps(best["stage_cost"]))
     words = [str(path) if word == "STAGE_COST_FILE" else word for word in best["simulate"]]
@@ -209,9 +209,6 @@ def test_answers_beside_plans_for_lengths(run):
     for row in data["front"]:
         assert row["offload"] is None and not row["vocab_parallel"]
         assert row["schedule"] != "dualpipev"
-    assert data["chosen"]["post_validation"] is None
-    said = run("plan", "--gpu", gpu, "--from-args", line, *PLAIN)[1]
-    assert f"({LENGTHS} does not support --pp-post-validation: " in said
     vocabulary = line + "--pp-vocab-parallel"
     for words in ([vocabulary], [line, "--offload", "half"], [line, "--schedules", "dualpipev"]):
         status, out, err = run("plan", "--gpu", gpu, "--from-args", *words)
@@ -254,7 +251,6 @@ def test_nothing_that_training_refuses_beside_the_users_flags(run, flags):
     for point in data["front"]:
         assert not point["cheap_recompute"] and not point["vocab_parallel"]
         assert point["offload"] is None and point["recompute"] is None, "Megatron's own rule"
-    assert flags in chosen["no_post_validation"]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class Lengths(Feature):
             for place, number in enumerate(order):
                 step.losses[number] = given[place]
 
-    def dropped(self, step: Step, failed: bool) -> None:
+    def dropped(self, step: Step) -> None:
         for queue in self._queues.there:
             queue.drop()
 

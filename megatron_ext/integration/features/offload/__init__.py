@@ -216,7 +216,7 @@ class Offload(Feature):
         )
         self._assumed = False
 
-    def dropped(self, step: Step, failed: bool) -> None:
+    def dropped(self, step: Step) -> None:
         if self._sets is not None:
             self._sets.store.clear()
 

@@ -118,9 +118,6 @@ class ProfileSteps(Feature):
     def times(self, training: bool) -> bool:
         return training and self._left > 0
 
-    def holds_next(self) -> bool:
-        return self._left > 0
-
     def before_plan(self, step: Step) -> None:
         if step.training:
             self._left = max(self._left, self._inputs.steps_to_measure)

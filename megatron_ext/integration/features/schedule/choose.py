@@ -29,7 +29,6 @@ from ....schedule import (
     load,
     select,
 )
-from ....schedule.generators import Objective
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.planner import NOTHING, Knowledge, Planner, StepUnits
 from ...errors import named_errors
@@ -44,7 +43,7 @@ class ScheduleRequest:
     Attributes:
         name: a schedule's name, ``auto``, or the path of a schedule file.
         costs: as the user gives them, or None.
-        cap, group_size, objective: as ``ScheduleSpec``.
+        cap, group_size: as ``ScheduleSpec``.
         cap_bytes: a cap in bytes; the model makes it a ``cap`` (``capped``).
         offload: what is offloaded, or None; a file that offloads has decided it.
         file: the loaded and checked schedule, if a file was given.
@@ -67,7 +66,6 @@ class ScheduleRequest:
     cap_bytes: int | None = None
     group_size: int | None = None
     offload: OffloadRequest | None = None
-    objective: Objective = "makespan"
     file: Schedule | None = None
     profile: Profile | None = None
     splits: Splits | None = None
@@ -89,7 +87,6 @@ class ScheduleRequest:
         memory_cap: str | None = None,
         group_size: int | None = None,
         offloading: OffloadRequest | None = None,
-        objective: Objective = "makespan",
     ) -> ScheduleRequest:
         """The request of the flags' values.
 
@@ -100,7 +97,6 @@ class ScheduleRequest:
                 cap; with offload, for all.
             group_size: for schedules in groups.
             offloading: what is offloaded, or None.
-            objective: what the order makes short, as ``generate``.
 
         Raises:
             ConfigError: unknown name, an unreadable or invalid file, or options that do not fit.
@@ -128,7 +124,7 @@ class ScheduleRequest:
                 size = parse_bytes(memory_cap)
             elif memory_cap is not None:
                 cap = ShareCap(parse_cap(memory_cap))
-        return cls(text, costs, cap, size, group_size, offloading, objective, file)
+        return cls(text, costs, cap, size, group_size, offloading, file)
 
     @property
     def vee(self) -> bool:
@@ -251,7 +247,6 @@ class ScheduleRequest:
             self.costs or Costs(),
             self.cap,
             self.group_size,
-            objective=self.objective,
             order=self.file,
         )
         return _with_costs(spec, self).sliced(self.cut)

@@ -34,7 +34,6 @@ def prepare(run: Run) -> None:
         args.pp_memory_cap,
         args.pp_group_size,
         OffloadRequest.of(args),
-        "makespan" if args.pp_post_validation is None else "span",
     )
 
 
@@ -58,7 +57,6 @@ def pipeline_of(run: Run) -> None:
     if run.store is None:
         run.store = WeightGradStore()
     placement = request.placement_on(args.pipeline_model_parallel_size, run.chunks)
-    post_validation = args.pp_post_validation is not None
-    plans = Plans(run.choice, placement, run.inputs, post_validation, request.barriers)
+    plans = Plans(run.choice, placement, run.inputs, request.barriers)
     minutes = args.distributed_timeout_minutes
     run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes, _messages(args))

@@ -172,7 +172,7 @@ class Slices(SlicedModel, Feature):
         self._unknown &= self._library or not (step.training and step.plan.slices)
         require_nothing_left(self.slicing, step.rank)
 
-    def dropped(self, step: Step, failed: bool) -> None:
+    def dropped(self, step: Step) -> None:
         self.slicing.clear()
 
     def close(self) -> None:

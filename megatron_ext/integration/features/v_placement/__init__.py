@@ -261,7 +261,6 @@ class VPlacement(Roles, Feature):
             step.runner,
             step.channel.device,
             watchdog,
-            step.plan.is_extended,
             step.channel.options,
         )
 
@@ -290,13 +289,11 @@ class VPlacement(Roles, Feature):
             self._apart.remove(chunks[0])
             reduce_tied_gradients(chunks)
 
-    def dropped(self, step: Step, failed: bool) -> None:
+    def dropped(self, step: Step) -> None:
         self._apart.discard(unwrapped(step.call.iteration.models[0]))
-        if failed:  # the peer may have ended
-            self._relay = Relay()
+        self._relay = Relay()  # the peer may have ended
 
     def close(self) -> None:
-        self._relay.finish()
         self.running = True
 
 

@@ -30,7 +30,6 @@ class Relay:
     """
 
     def __init__(self) -> None:
-        self._sending: list[Channel] = []
         self._receipt: Receipt | None = None
 
     def start(
@@ -40,15 +39,12 @@ class Relay:
         runner: MegatronRunner,
         device: torch.device,
         watchdog: Watchdog,
-        ahead: bool,
         options: MessageOptions = DEFAULT,
     ) -> None:
         """Send one iteration's, or post its receive; on all ranks of the pipeline.
 
         Args:
             runner: has the losses and the token count, or gets the latter.
-            ahead: the sender does not wait for the last rank, which ends the iteration later
-                (post-validation). ``finish`` has to be called before the sender leaves.
 
         Raises:
             ConfigError: the loss function returned what cannot be sent.
@@ -64,12 +60,12 @@ class Relay:
         rest = Channel(edges, None, torch.uint8, device)
         if rank == source:
             watchdog.waiting(f"for pipeline rank {target} to take the losses", list)
-            self.finish()
-            self._sending = [tokens, rest]
             tokens.send(count, target, 0)
             rest.send(pack((runner.losses, _take_mtp_metrics()), device), target, 1)
-            if not ahead:
-                self.finish()
+            # gloo never delivers a message whose work is dropped, and nothing is delivered by a
+            # process that has ended.
+            for channel in (tokens, rest):
+                channel.finish()
             return
         watchdog.waiting(f"for the losses from pipeline rank {source}", list)
         count.copy_(tokens.receive(source, 0).wait())
@@ -85,13 +81,6 @@ class Relay:
         _add_mtp_metrics(metrics)
         result: list[Any] = losses
         return result
-
-    def finish(self) -> None:
-        """Wait until the last rank has taken everything: gloo never delivers a message whose work
-        is dropped, and nothing is delivered by a process that has ended."""
-        sending, self._sending = self._sending, []
-        for channel in sending:
-            channel.finish()
 
 
 def pack(value: Any, device: torch.device) -> torch.Tensor:
