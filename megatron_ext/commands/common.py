@@ -38,7 +38,6 @@ from .parser import InvalidSchedule
 from .parser import Options as Options
 from .parser import Parser as Parser
 from .parser import positive as positive
-from .parser import refuse_others as refuse_others
 from .units import units_asked
 
 

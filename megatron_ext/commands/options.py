@@ -9,7 +9,6 @@ from fractions import Fraction
 from .._input import fraction, shown
 from ..schedule import AUTO, NAMES
 from ..schedule.generators import MOST_EFFORT
-from ..schedule.generators.blocks import PERIODIC
 from ..schedule.generators.registry import takers as takers
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from .parser import Options, Parser, positive
@@ -173,13 +172,6 @@ OFFLOAD = Options(
     kinds={"--offload-transfer": tuple(POLICIES)},
     needs=dict.fromkeys(("--offload-time", "--offload-transfer"), "--offload"),
 )
-
-
-def block(use: str) -> Options:
-    """``--block``; ``use`` says what for."""
-    return Options(
-        {"--block NAME|FILE": f"{use}; {', '.join(PERIODIC)}, or a block file"},
-    )
 
 
 def declare_schedule(parser: Parser) -> None:

@@ -146,19 +146,6 @@ def _text(args: argparse.Namespace, name: str) -> str:
     return flag_of(name) if value is True else f"{flag_of(name)} {value}"
 
 
-def refuse_others(args: argparse.Namespace, what: str, taken: Collection[str]) -> None:
-    """Refuse every option of the command that ``what``, one of its modes, does not take.
-
-    Args:
-        args: as the command's parser gives them.
-        what: the mode, as the user asks for it.
-        taken: names of its options' values.
-    """
-    for name, option in args.declared.items():
-        if name not in taken and getattr(args, name) != option.default:
-            raise InputError(f"{_text(args, name)} is not for {what}; leave {option.flag} out")
-
-
 def positive(value: str) -> int:
     """A whole number >= 1, as an argparse type."""
     try:

@@ -8,7 +8,6 @@ import time
 
 from .._terminal import Progress
 from ..schedule import lower, save
-from .blocks import block_schedule
 from .common import (
     JSON,
     InputError,
@@ -20,13 +19,12 @@ from .common import (
     schedule_of,
 )
 from .numbers import Shown, json_of
-from .options import block, declare_schedule
+from .options import declare_schedule
 from .quality import simulated
 
 
 def declare(parser: Parser) -> None:
     declare_schedule(parser)
-    block("the schedule of a building block, squeezed and reordered").declare(parser)
     _OWN.declare(parser)
     parser.set_defaults(run=_write_schedule)
 
@@ -55,12 +53,12 @@ def _write_schedule(args: argparse.Namespace) -> None:
             f"--output {args.output}: torch's CSV compute form has no transfers; "
             "leave --lowered out, or write a .json"
         )
-    if (args.schedule is None) == (args.block is None):
-        raise InputError("give either --schedule NAME or --block NAME, or a file of either")
+    if args.schedule is None:
+        raise InputError("the following arguments are required: --schedule")
     started = time.perf_counter()
     with Progress("schedule") as progress:
-        progress(f"making {args.schedule or args.block}")
-        schedule = schedule_of(args) if args.block is None else block_schedule(args)
+        progress(f"making {args.schedule}")
+        schedule = schedule_of(args)
         schedule = lower(schedule) if args.lowered else schedule.compute()
     taken = time.perf_counter() - started
     with output(args.output) as path:

@@ -5,34 +5,24 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..schedule import NAMES, Schedule, simulate
 from ..schedule.generators.made import generated_by
-from ..view import deviations, recorded, text, timeline
+from ..view import recorded, text, timeline
 from ..view.formats import RENDERERS, THEMES
-from .blocks import (
-    OF_BLOCKS,
-    block_json,
-    block_numbers,
-    block_of,
-    block_text,
-    block_timeline,
-    print_blocks,
-)
 from .common import (
     InputError,
     Options,
     Parser,
     output,
     positive,
-    refuse_others,
     schedule_of,
     user_input,
 )
 from .compared import asked_of, fitted
-from .options import block, declare_schedule
+from .options import declare_schedule
 
 
 def declare(parser: Parser) -> None:
@@ -43,22 +33,10 @@ def declare(parser: Parser) -> None:
         help="schedules to draw one above the other on one time axis; or --schedule",
     )
     declare_schedule(parser)
-    parser.declare("building block, in place of a schedule", _BLOCK, _BLOCKS)
     _DRAWN.declare(parser)
     parser.set_defaults(run=_show_timeline)
 
 
-_BLOCK = block(
-    "draw the block that a schedule is made of, at equal costs, for --microbatches (default 1) as "
-    "it repeats, with its lifespans and memory",
-)
-_BLOCKS = Options(
-    {
-        "--blocks": "print all blocks side by side, for --pp ranks",
-        "--json": "print --block (readable as a block file) or --blocks as JSON",
-        "--squeeze": "remove idle time but keep the order; --schedule also reorders",
-    }
-)
 _DRAWN = Options(
     {
         "--output PATH": f"write {', '.join(RENDERERS)} (.json: Chrome trace for ui.perfetto.dev); "
@@ -66,7 +44,7 @@ _DRAWN = Options(
         "--theme": "colours of an .svg: as the reader's system (auto, the default), or fixed",
         "--width COLUMNS": "width of the text; 0: no wrapping (default: the terminal's, else 0)",
         "--measured DIR": "draw the run that --pp-trace DIR recorded below its plan (or the named "
-        "schedule), and name its three longest unplanned waits",
+        "schedule)",
         "--iteration N": "iteration of --measured (default: the last)",
     },
     kinds={"--theme": tuple(THEMES), "--width": int, "--iteration": positive},
@@ -76,39 +54,14 @@ _DRAWN = Options(
 
 
 def _show_timeline(args: argparse.Namespace) -> None:
-    given = 2 - [args.schedule, args.block].count(None) + bool(args.schedules) + args.blocks
-    if given > 1 or (not given and args.measured is None):
-        raise InputError(
-            "give either schedules or --schedule NAME or --block NAME or --blocks, one of them, or "
-            "--measured DIR alone"
-        )
-    if args.blocks:
-        refuse_others(args, "--blocks", ("blocks", *OF_BLOCKS))
-        print_blocks(args)
-    elif args.block is not None:
-        _show_block(args)
-    elif args.json:
-        raise InputError("--json is for --block and --blocks; simulate --json has a schedule's")
-    else:
-        _draw(args, lambda: _runs(args))
+    if args.schedules and args.schedule is not None:
+        raise InputError("give either schedules or --schedule NAME")
+    if not args.schedules and args.schedule is None and args.measured is None:
+        raise InputError("give schedules, --schedule NAME or --measured DIR")
+    _draw(args)
 
 
-def _show_block(args: argparse.Namespace) -> None:
-    """A block's picture and numbers."""
-    taken = (*OF_BLOCKS, "squeeze", "output", "width", "theme")
-    refuse_others(args, f"--block {args.block}", taken)
-    if args.json:
-        refuse_others(args, "--json", OF_BLOCKS)
-    block, microbatches = block_of(args)
-    found = block_numbers(block, args.block, microbatches)
-    if args.json:
-        print(block_json(args.block, found))
-        return
-    _draw(args, lambda: [block_timeline(args, block)])
-    print("\n" + block_text(found))
-
-
-def _draw(args: argparse.Namespace, runs_of: Callable[[], list[timeline.Timeline]]) -> None:
+def _draw(args: argparse.Namespace) -> None:
     """Print the runs, or write them to ``--output``."""
     suffix = Path(args.output).suffix if args.output else None
     if suffix is not None and suffix not in RENDERERS:
@@ -117,11 +70,11 @@ def _draw(args: argparse.Namespace, runs_of: Callable[[], list[timeline.Timeline
         )
     if suffix is not None and args.width is not None:
         raise InputError(f"--width {args.width} is for text; leave it or --output out")
-    runs = runs_of()
+    runs = _runs(args)
     if suffix is None:
         width = _terminal_width(args.width)
         print("\n".join(text.render(run, width) for run in runs), end="")
-        _print_deviations(runs)
+        _print_measured(runs)
         return
     text_of = RENDERERS[suffix](runs, args.theme)
     with output(args.output) as path:
@@ -130,11 +83,11 @@ def _draw(args: argparse.Namespace, runs_of: Callable[[], list[timeline.Timeline
     about = [f"{run.schedule.name}, pp {run.schedule.pp}" for run in plans]
     spans = [f"makespan {timeline.decimal(run.makespan)}" for run in plans]
     print(f"{args.output}: {'; '.join(map(', '.join, zip(about, spans)))}")
-    _print_deviations(runs)
+    _print_measured(runs)
 
 
-def _print_deviations(runs: Sequence[timeline.Timeline]) -> None:
-    """Where a measured run waits most against the plan."""
+def _print_measured(runs: Sequence[timeline.Timeline]) -> None:
+    """The times of a measured run and of its plan."""
     if runs[-1].label != "measured":
         return
     planned, measured = runs
@@ -143,15 +96,10 @@ def _print_deviations(runs: Sequence[timeline.Timeline]) -> None:
         f"measured {measured.makespan_text}, bubble {100 * measured.bubble:.1f} %; planned "
         f"{plan.makespan_text}, bubble {100 * plan.bubble:.1f} %"
     )
-    found = deviations.largest(planned, measured)
-    lines = [one.text(measured.unit) for one in found]
-    print("\n".join(lines or ["no pass waits longer than planned"]))
 
 
 def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
     """The planned run of a schedule, and the measured one if there is one."""
-    if args.squeeze:
-        raise InputError("--squeeze is for --block NAME; a schedule is squeezed already")
     if not args.schedules and args.schedule is None:
         with user_input():
             schedules = [recorded.plan_of(args.measured, args.iteration)]

@@ -81,9 +81,7 @@ def _header(timeline: Timeline, note: str) -> list[str]:
     case = "; lower case = odd chunks" if schedule.chunks > 1 else ""
     if timeline.copies:
         case += "; > to the host, < back"
-    result = timeline.facts or (
-        f"makespan {timeline.makespan_text}, bubble {decimal(100 * timeline.bubble, 1)} %"
-    )
+    result = f"makespan {timeline.makespan_text}, bubble {decimal(100 * timeline.bubble, 1)} %"
     order = [] if schedule.arrangement is None else [f"microbatches {schedule.arrangement}"]
     return [
         f"{schedule.name} ({timeline.label}): pp {schedule.pp}, chunks {schedule.chunks}, "

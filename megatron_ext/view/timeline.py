@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from .._input import shown
 from ..schedule.actions import Action, AnyAction, Op, Operation, parse
 from ..schedule.effects import DEVICE, FREES, curve, given, step
-from ..schedule.generators.building_block import Block, took
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 from ..schedule.units import UnitCosts
@@ -30,14 +29,13 @@ class Timeline:
     """Times of every compute action of every rank.
 
     Attributes:
-        label: ``planned``, ``measured`` or, of a block, ``stamped``.
+        label: ``planned`` or ``measured``.
         schedule: whose run this is (name, placement, microbatches).
         boxes: ``boxes[rank]``, compute actions by start time; the first start of all is 0.
         memory: ``memory[rank]``, steps (time, resident activation sets from then on).
         unit: what times are in: ``""`` for the units of the costs, ``"ms"`` for measured ones.
         copies: ``copies[rank]``, transfers of offloaded sets (OFFLOAD, RELOAD); empty if none are.
         machine: what a measured run ran on; empty where that is not known.
-        facts: what a picture says in place of makespan, bubble and peak, where those would mislead.
     """
 
     label: str
@@ -45,7 +43,6 @@ class Timeline:
     boxes: tuple[tuple[Box, ...], ...]
     memory: tuple[tuple[tuple[float, float], ...], ...]
     unit: str = ""
-    facts: str = ""
     machine: str = ""
     copies: tuple[tuple[Box, ...], ...] = ()
 
@@ -128,26 +125,6 @@ def planned(simulation: Simulation) -> Timeline:
             for row in (simulation.transfers.copies if simulation.transfers else ())
         ),
     )
-
-
-def stamped(block: Block, name: str, microbatches: int) -> Timeline:
-    """A building block as it was designed, repeated without reordering; a pass takes 1, a BW 2."""
-    ranks = block.stamp(microbatches)
-    schedule = Schedule(name, block.placement, microbatches, tuple(map(tuple, ranks)))
-    boxes = tuple(
-        tuple(
-            Box(action, float(at), float(at + took(op)))
-            for action in row
-            for op in (Op(action.op),)
-            for at in (block.offsets[op, action.stage] + block.begin(action.microbatch),)
-        )
-        for row in ranks
-    )
-    peak = decimal(block.peak() / schedule.chunks)
-    each = "a microbatch" if block.group == 1 else f"{block.group} microbatches"
-    facts = f"{each} every {block.interval}, which holds {peak} at most (1F1B {schedule.pp})"
-    memory = tuple(_memory(row) for row in boxes)
-    return Timeline("stamped", schedule, boxes, memory, facts=facts)
 
 
 def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) -> Timeline:
@@ -277,9 +254,9 @@ def reference_peak(schedule: Schedule) -> int:
 
 
 def result_text(run: Timeline) -> str:
-    """Makespan, bubble and peak for people, or what the run says in their place."""
+    """Makespan, bubble and peak for people."""
     on = f"   measured on {run.machine}" if run.machine else ""
-    return run.facts or (
+    return (
         f"makespan {run.makespan_text}   bubble {decimal(100 * run.bubble, 1)} %   "
         f"peak activation {decimal(max(run.peak_activation))} "
         f"(1F1B {reference_peak(run.schedule)}){on}"

@@ -28,19 +28,14 @@ from megatron_ext.plan.profile import Profile
 from megatron_ext.schedule import (
     Costs,
     Link,
-    Schedule,
-    check,
     generate,
     lower,
     offload_pass,
     simulate,
 )
-from megatron_ext.schedule.block_file import block_to_json, load_block
 from megatron_ext.schedule.costs import with_stage_file
 from megatron_ext.schedule.generators import MOST_SETS
-from megatron_ext.schedule.generators.blocks import named_block
 from megatron_ext.schedule.io import from_json, load, to_csv
-from megatron_ext.schedule.lifespan import lifespans
 from megatron_ext.schedule.memory_cap import cap_sets, parse_cap
 from megatron_ext.view import recorded
 
@@ -136,17 +131,6 @@ def _stage_costs(data: bytes) -> None:
     costs = with_stage_file(Costs(), _file("costs.json", data))
     if costs.stages is not None and len(costs.stages) == 4:
         simulate(generate("zb-h1", 4, 3, costs=costs))
-
-
-def _block(data: bytes) -> None:
-    block = load_block(_file("block.json", data))
-    if block.placement.num_stages * block.group < 64:
-        ranks = tuple(map(tuple, block.stamp(3)))
-        try:
-            check(Schedule("block", block.placement, 3, ranks))
-        except ValueError as error:
-            raise Fault(f"a block was accepted whose order cannot run: {error}") from None
-        lifespans(block, 3)
 
 
 def _profile(data: bytes) -> None:
@@ -253,7 +237,6 @@ def bare_targets() -> dict[str, Target]:
     """Every target that needs no torch, by name."""
     offloaded = offload_pass(generate("po", 2, 4), Link.of(2, "0.2", "0.3"), "full").schedule
     orders = [generate("1f1b", 2, 2), lower(generate("v-half", 2, 3)), offloaded]
-    blocks = [named_block("interleaved", 2, 4), named_block("v-half", 4, 4)]
     profile = {
         "format": "megatron-ext-profile/1",
         "micro_batch_size": 1,
@@ -272,7 +255,6 @@ def bare_targets() -> dict[str, Target]:
         Target("schedule", tuple(_bytes(order.to_json()) for order in orders), _json),
         Target("csv", tuple(to_csv(o.compute()).encode() for o in orders), _csv),
         Target("stage-costs", (_bytes({"stages": [[1, 2, 0.5]] * 4}),), _stage_costs),
-        Target("block", tuple(_bytes(block_to_json(block)) for block in blocks), _block),
         Target("profile", (_bytes(profile),), _profile),
         Target("moe-costs", (costs.dump().encode(),), _moe_costs),
         Target("traces", (_trace_seed(),), _traces),

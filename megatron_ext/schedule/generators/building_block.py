@@ -14,7 +14,6 @@ from itertools import accumulate
 
 from ..actions import Op, RankActions
 from ..costs import Durations
-from ..effects import inputs, results
 from ..engine import Rows
 from ..placement import Placement
 from ..tasks import Tasks
@@ -100,51 +99,15 @@ class Block:
         mask = (1 << width) - 1
         return [[row[key & mask] for key in sorted(own)] for row, own in zip(passes, keys)]
 
-    def table(self, microbatches: int, durations: Durations | None = None) -> Tasks:
-        """Its passes for whole microbatches; at equal times by default."""
-        times = Durations.unit(self.placement) if durations is None else durations
+    def table(self, microbatches: int) -> Tasks:
+        """Its passes for whole microbatches at equal times."""
+        times = Durations.unit(self.placement)
         return Tasks(self.placement, times, microbatches, fused=self.fused)
 
     def stamp(self, microbatches: int) -> RankActions:
         """``rows`` for whole microbatches, as actions."""
         tasks = self.table(microbatches)
         return tasks.actions(self.rows(tasks))
-
-    def validate(self) -> None:
-        """Refuse offsets that cannot be executed as they are.
-
-        Raises:
-            ValueError: a pass starts before its input is there, or two passes of a rank meet.
-        """
-        gives = {(kind, s): (op, s) for op, s in self.offsets for kind in results(op)}
-        for (op, stage), at in self.offsets.items():
-            for kind, other in inputs(op, stage, self.placement.num_stages):
-                source, _ = gives[kind, other]
-                ends = self.offsets[source, other] + took(source)
-                if at < ends:
-                    raise ValueError(
-                        f"{op.value} of stage {stage} starts at {at}, but its input, the result of "
-                        f"{source.value} of stage {other}, is there at {ends}; start it at {ends} "
-                        "or later"
-                    )
-        for rank, row in enumerate(self.placement.stages):
-            taken: dict[int, str] = {}
-            passes = [(at, op, s) for (op, s), at in self.offsets.items() if s in row]
-            for at, op, stage in passes:
-                for begin in map(self.begin, range(self.group)):
-                    name = f"{op.value} of stage {stage} at {at + begin}"
-                    for cell in range(at + begin, at + begin + took(op)):
-                        other_name = taken.setdefault(cell % self.interval, name)
-                        if other_name != name:
-                            raise ValueError(
-                                f"rank {rank}: {other_name} and {name} fall on the same time "
-                                f"modulo the interval, {self.interval}; move one of them"
-                            )
-
-
-def took(op: Op) -> int:
-    """Duration of a pass: 1, of BW 2."""
-    return 2 if op is Op.BW else 1
 
 
 def vee_block(

@@ -56,7 +56,7 @@ class Generator:
 
 def _fixed(name: str) -> Make:
     """The repeated block of ``name``, as it is."""
-    return lambda r: named_block(name, r.pp, r.microbatches, r.chunks).stamp(r.microbatches)
+    return lambda r: named_block(name, r.pp, r.chunks).stamp(r.microbatches)
 
 
 _one_f_one_b, _interleaved, _po = map(_fixed, ("1f1b", "interleaved", "po"))

@@ -91,7 +91,7 @@ def _block(asked: Schedule, group_size: int | None) -> Block:
         )
     if group_size is not None:
         return grouped_block(asked.pp, asked.chunks, group_size, "next")
-    return named_block(name, asked.pp, len(asked.units), asked.chunks)
+    return named_block(name, asked.pp, asked.chunks)
 
 
 def vees(tasks: Tasks) -> list[Rows]:

@@ -39,7 +39,6 @@ def test_files_keep_costs_and_pairs(run, tmp_path):
 
 PAIRS = ["simulate", *options("v-half", 2, 4), *SENT, "--overlap"]
 FILE = ["--schedule", "FILE"]
-BLOCK = ["--block", "v-half", "--pp", 2, "--microbatches", 4, "--output", "x.json"]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +48,6 @@ BLOCK = ["--block", "v-half", "--pp", 2, "--microbatches", 4, "--output", "x.jso
         (["simulate", *options("zb-h1", 2, 2), "--exchange", "1"], "needs two times F,B"),
         (["simulate", *options("zb-h1", 2, 2), "--exchange", "2,0"], "costs of F and B contain it"),
         (["simulate", *FILE, *SENT, "--overlap"], "the order in FILE is fixed; leave --overlap"),
-        (["schedule", *BLOCK, *SENT, "--overlap"], "--overlap is not for --block v-half"),
-        (["show", "--block", "v-half", *SENT], "--exchange 0.3,0.4 is not for --block v-half"),
         (
             [*PAIRS, "--vocabulary", "0.1,0.1,0.1,0.1"],
             "passes do not run in pairs beside a sharded vocabulary; leave out one of them",

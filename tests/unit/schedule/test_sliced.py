@@ -209,7 +209,7 @@ def test_stamped_blocks_run_at_any_number_of_slices() -> None:
     for _ in range(60):
         pp = rng.randint(2, 7)
         name = rng.choice([*VEES, "zb-h1", "zb-h2", "1f1b", "interleaved", "gis-h", "po"])
-        block = named_block(name, pp, 4)
+        block = named_block(name, pp)
         counts = [rng.randint(1, 5) for _ in range(rng.randint(1, 6))]
         units = [[UnitCosts(*(rng.randint(1, 9) for _ in range(3)))] * count for count in counts]
         durations = Durations.unit(block.placement)._replace(hop=rng.randint(0, 3))
