@@ -3,7 +3,7 @@
     python3 -m benchmarks.prove_corpus [--part gpt/...] [--output DIR] [--date YYYY-MM-DD]
 
 Every ``model_config.yaml`` below ``tests/functional_tests/test_cases`` of the newest supported
-checkout, and the performance recipes with a pipeline of ``bridge_recipes.json``. Those that are
+checkout. Those that are
 the same after shrinking are run once; pipelines run a second time with a schedule of ours. Results
 are kept in a file of JSON lines, so that a run can go on.
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import page as pages
-from megatron_ext.prove.flags import Flags
 from megatron_ext.prove.patterns import stages_of
 from megatron_ext.prove.server import ScriptServer
 from megatron_ext.prove.session import Check, Session
@@ -102,12 +101,6 @@ def _every(root: Path) -> Iterator[tuple[str, str, list[str], int]]:
             with contextlib.suppress(ValueError):  # it has no flags of its own
                 flags = from_text(file.read_text()).flags
                 yield SCRIPTS[kind], f"{kind}/{file.parent.name}", flags, _GPUS
-    facts = json.loads(Path(__file__).with_name("bridge_recipes.json").read_text())
-    for fact in facts["recipes"]:
-        words = Flags(f"{facts['models'][fact['model']]} {fact['flags']}".split())
-        world = words.number("--world-size", 0)
-        words.drop("--world-size")
-        yield "pretrain_gpt.py", f"bridge/{fact['recipe']}", words.words, world
 
 
 def ours(case: Case, known: Collection[str]) -> Shrunk | None:

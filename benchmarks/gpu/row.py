@@ -1,25 +1,14 @@
-"""From the GPU suite's results to the planner: a device's copy rates, and passes it was timed at.
-
-    python -m benchmarks.gpu.row RESULTS.json [--write FOLDER]
-
-Prints what ``megatron_ext/plan/gpus/NAME.json`` and ``published/NAME.json`` would get, and the
-planner's passes beside the measured ones; ``--write megatron_ext/plan/gpus`` puts it there. Other
-numbers of the device are not touched: ``benchmarks.gpu.fit`` fits them.
-"""
+"""Measured passes of single layers beside the planner's."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import sys
 from collections.abc import Iterator
-from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
-from megatron_ext.plan.calibration import compare
-from megatron_ext.plan.gpu import Gpu, gpu_called
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.gpu import Gpu
+from megatron_ext.plan.layout import Split
+from megatron_ext.plan.times import stage_times
 
 # Layers as benchmarks/gpu/model.py makes them. Slices add weight gradients to a float32 buffer;
 # a rank's list has none, so that autograd adds 16 bits to 16 bits.
@@ -36,27 +25,8 @@ HEAD = 128
 SCHEDULES = ("1f1b", "v-half")
 
 
-def numbers(data: dict[str, Any]) -> dict[str, Any]:
-    """Copy rates, one direction alone, as ``gpus/NAME.json`` has them; empty if not measured."""
-    rates = data["rows"].get("rates", {}).get("gb_per_s", {})
-    return {
-        name: {
-            "value": float(f"{1e9 * rates[name]:.3g}"),
-            "sure": "measured",
-            "source": source(data),
-        }
-        for name in ("to_host", "to_device")
-        if name in rates
-    }
-
-
-def source(data: dict[str, Any]) -> str:
-    """Where a number is from."""
-    return f"benchmarks.gpu, {data['date']}: {data['gpu']}, torch {data['torch']}"
-
-
 def figures(parts: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Passes of one layer in milliseconds, as ``published/NAME.json`` has them."""
+    """Passes of one layer in milliseconds."""
     layers = [
         _figure(where, row["what"], row["flags"], row["passes"])
         for row in parts.get("layers", {}).get("rows", ())
@@ -87,7 +57,7 @@ def figures(parts: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _figure(where: str, what: str, flags: str, passes: dict[str, float]) -> dict[str, Any]:
-    return {"source": where, "what": what, "flags": flags, "published": passes, "fitted": False}
+    return {"source": where, "what": what, "flags": flags, "published": passes}
 
 
 def _flags(hidden: int, seq: int) -> str:
@@ -102,71 +72,16 @@ def _layer(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield quantity, round(sum(times) / row["size"]["layers"], 4)
 
 
+_LAYER = Split((0, 1, 0))
+
+
 def beside(gpu: Gpu, found: list[dict[str, Any]]) -> list[tuple[str, str, float, float]]:
     """(layer, pass, measured, predicted) in milliseconds."""
-    return [(each.what, each.quantity, each.published, each.ours) for each in compare(gpu, found)]
-
-
-def write(folder: Path, gpu: Gpu, data: dict[str, Any]) -> None:
-    """Put numbers and figures into the files of the device. Its figures of this suite of other
-    dates stay, and what was fitted to a figure that is there already remains so."""
-    table = folder / f"{gpu.name}.json"
-    row = json.loads(table.read_text())
-    row["numbers"].update(numbers(data))
-    table.write_text(table_text(row))
-    passes = folder / "published" / f"{gpu.name}.json"
-    if passes.exists():
-        known = json.loads(passes.read_text())
-    else:
-        known = {"format": "megatron_ext/published@1", "gpu": gpu.name, "notes": [], "figures": []}
-    fitted = {(each["source"], each["what"]) for each in known["figures"] if each["fitted"]}
-    new = figures(data["rows"], source(data))
-    for each in new:
-        each["fitted"] = (each["source"], each["what"]) in fitted
-    known["figures"] = [each for each in known["figures"] if each["source"] != source(data)] + new
-    passes.write_text(figures_text(known))
-
-
-def table_text(row: dict[str, Any]) -> str:
-    """A device's file, with large rates as 9.89e14."""
-
-    def short(found: re.Match[str]) -> str:
-        return str(Decimal(found[0]).normalize()).replace("E+", "e")
-
-    return re.sub(r"(?<=\"value\": )\d{7,}\.0(?=,?$)", short, _text(row), flags=re.MULTILINE)
-
-
-def figures_text(known: dict[str, Any]) -> str:
-    """A device's file of passes, a figure a line."""
-    lines = ",\n".join(f"    {json.dumps(each)}" for each in known["figures"])
-    return _text(known | {"figures": []}).replace('"figures": []', f'"figures": [\n{lines}\n  ]')
-
-
-def _text(data: dict[str, Any]) -> str:
-    return json.dumps(data, indent=2) + "\n"
-
-
-def main() -> int:
-    """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--write", type=Path, metavar="FOLDER")
-    args = parser.parse_args()
-    data = json.loads(args.results.read_text())
-    gpu = gpu_called(data["gpu"] or "")
-    if gpu is None or data["tiny"]:
-        what = "from --tiny" if data["tiny"] else f"of {data['gpu']}, which is not in the table"
-        print(f"{args.results} is {what}; give a run on a GPU of megatron_ext/plan/gpus",
-              file=sys.stderr)  # fmt: skip
-        return 2
-    found = figures(data["rows"], source(data))
-    print(json.dumps({"gpu": gpu.name, "numbers": numbers(data), "figures": found}, indent=1))
-    for what, quantity, measured, ours in beside(gpu, found):
-        print(f"{what}, {quantity}: {measured:.3f} ms a layer, predicted {ours:.3f}")
-    if args.write is not None:
-        write(args.write, gpu, data)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    rows = []
+    for each in found:
+        f, b, w = (
+            1e3 * s for s in stage_times(job_of(read(each["flags"].split())[0]), _LAYER, gpu)[1]
+        )
+        ours = {"F": f, "B": b, "W": w, "B+W": b + w}
+        rows += [(each["what"], name, ms, ours[name]) for name, ms in each["published"].items()]
+    return rows

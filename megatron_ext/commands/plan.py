@@ -8,7 +8,7 @@ import time
 
 from .._terminal import Progress
 from ..plan.search import Search
-from . import plan_device, plan_input, plan_k, plan_lengths, plan_space
+from . import plan_device, plan_input, plan_lengths, plan_space
 from .common import JSON, InputError, Options, Parser, user_input
 from .plan_baseline import BESIDE_GIVEN, baselines, baselines_json, of_given_sizes
 from .plan_given import Given, difference, freed, jobs, replaced
@@ -21,7 +21,7 @@ The model and how it is divided are given as Megatron's own flags, as pretrain_g
 --multi-latent-attention, --mtp-num-layers, --hybrid-layer-pattern, --tensor-model-parallel-size,
 --world-size, --global-batch-size, --use-distributed-optimizer, --optimizer, --bf16, --fp8-format,
 --fp8-param-gather, --recompute-activations, ...), or with --from-args as a whole command line, or
-with --hf-config, --bridge-config or --checkpoint as a file. Without --pp, --world-size is searched
+with --hf-config as a file. Without --pp, --world-size is searched
 for all parallel sizes that are not given.
 """
 
@@ -34,7 +34,6 @@ def declare(parser: Parser) -> None:
     for table in (plan_lengths.OPTION, _OWN):
         table.declare(parser)
     parser.set_defaults(run=_plan)
-    plan_k.declare(parser)
 
 
 _OWN = Options(

@@ -18,7 +18,7 @@ def assumptions(space: SearchSpace, notes: Sequence[str], several: bool) -> list
     if job.num_experts:
         experts = (*launches.ASSUMPTIONS, *moe_times.ASSUMPTIONS)
     experts += pair_assumptions(job)
-    computed = [*times.ASSUMPTIONS, *experts, *space.gpu.assumptions()]
+    computed = [*times.ASSUMPTIONS, *experts]
     cut = slices.ASSUMPTIONS if space.slices else ()
     beside = [*cut, *collectives.ASSUMPTIONS, *([f"divisions: {RULES}"] if several else [])]
     return [*notes, *memory.ASSUMPTIONS, *measured, *computed, *beside]

@@ -1,63 +1,20 @@
-"""Models of ``plan`` from files."""
+"""Models of ``plan`` from flags and from a file."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import shlex
-from pathlib import Path
 from typing import Any
 
 from .._conflict import values_of
-from .._input import attribute, flag_of, reason
-from ..checkpoints import folder as saved
+from .._input import attribute, flag_of
 from ..plan.divisions import SIZES
 from ..plan.flags import FLAGS, add_flags, notes_on, read
-from ..plan.inputs.arguments import of_arguments, read_recipe
-from ..plan.inputs.huggingface import read_config
-from ..plan.model import PlanError
+from ..plan.huggingface import read_config
 from .parser import Options, Parser
 from .training_command import FORMS as FORMS
 from .training_command import read_command as read_command
-
-
-def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
-    """The model and batch that a checkpoint's saved arguments describe.
-
-    Nothing of the checkpoint is loaded, made or called (``checkpoints/pickles.py``).
-
-    Args:
-        path: what ``--save`` named, or an iteration's folder in it.
-
-    Raises:
-        PlanError: it holds no readable arguments.
-    """
-    try:
-        folder = _iteration(Path(path))
-        args = saved.common(folder)["args"]
-    except (OSError, ValueError) as error:
-        raise PlanError(f"--checkpoint {path}: {reason(error)}") from None
-    if args is None:
-        raise PlanError(f"--checkpoint {path}: {folder.name} holds no saved arguments")
-    return of_arguments(vars(args), f"--checkpoint {path}"), [
-        f"the model and batch: arguments saved in {folder}"
-    ]
-
-
-def _iteration(root: Path) -> Path:
-    try:
-        found = saved.iterations(root)
-    except ValueError as error:
-        raise ValueError(f"it {error}") from None
-    wanted = saved.tracked(root) if "" not in found else ""
-    return found[wanted] if wanted in found else list(found.values())[-1]
-
-
-_READERS = {
-    "hf_config": read_config,
-    "bridge_config": read_recipe,
-    "checkpoint": read_checkpoint,
-}
 
 
 def declare(parser: Parser) -> None:
@@ -71,9 +28,6 @@ _FILES = Options(
         "--from-args LINE|FILE": f"{FORMS}; what plan does not know is ignored and listed; flags "
         "beside it win",
         "--hf-config FILE": "a Hugging Face model's config.json; flags win",
-        "--bridge-config FILE": "a Megatron-Bridge recipe's settings: ConfigContainer.to_dict() as "
-        "JSON; flags win",
-        "--checkpoint FOLDER": "the folder of --save: the arguments saved there; flags win",
     },
     kinds={"--from-args": read_command},
 )
@@ -81,7 +35,7 @@ _FILES = Options(
 
 def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str]]:
     """Megatron's arguments by name, flags that were ignored, and where the model is from."""
-    found, notes = read_file(args)
+    found, notes = ({}, []) if args.hf_config is None else read_config(args.hf_config)
     line, ignored = from_line(args)
     notes += [] if args.from_args is None else args.from_args.notes
     found |= line
@@ -121,25 +75,9 @@ UNEVEN = (
 )
 
 
-def read_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Megatron's arguments of the file that was given, and a note; both empty without one.
-
-    Raises:
-        PlanError: as the readers of ``plan.inputs``; or several files are given.
-    """
-    files = {name: getattr(args, name) for name in _READERS if getattr(args, name) is not None}
-    if len(files) > 1:
-        flags = ", ".join("--" + name.replace("_", "-") for name in files)
-        raise PlanError(f"{flags} each describe a model; give one of them")
-    for name, path in files.items():
-        found, notes = _READERS[name](path)
-        return {key: value for key, value in found.items() if value is not None}, notes
-    return {}, []
-
-
 def model_flags(args: argparse.Namespace, given: dict[str, Any]) -> list[str]:
     """Megatron's flags of a model from a file; empty for one that was given as flags."""
-    if all(getattr(args, name) is None for name in _READERS):
+    if args.hf_config is None:
         return []
     words = []
     for name, value in given.items():

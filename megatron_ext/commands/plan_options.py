@@ -8,13 +8,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from ..plan.calibration import expected_error
 from ..plan.model import Job
 from ..plan.moe_job import fixed_plan
 from ..plan.overlap import ASSUMPTIONS, is_open
 from ..plan.point import Point, evaluate
 from ..plan.result import Result
 from ..plan.space import SearchSpace
+from ..plan.throughput import expected_error
 from ..plan.vocabulary import rank_work
 from ..schedule.costs import number_to_json
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from ..plan.calibration import OF_RUNS
 from ..view.timeline import decimal
 from .plan_moe import plan_layer_text
 from .plan_options import expert_overlap_text, vocabulary_text
@@ -147,11 +146,7 @@ def error_text(data: dict[str, Any]) -> list[str]:
     error = data["expected_error"]
     if error is None:
         return []
-    what = "passes that were measured and not fitted to (--calibration)"
-    for kind, of_runs in OF_RUNS.items():
-        if error == of_runs:
-            what = f"published runs with {kind} (benchmarks/published-runs.md)"
-    return [f"step times: expect an error of {error:.0%}, that of {what}", ""]
+    return [f"step times: expect an error of {error:.0%}", ""]
 
 
 def _chosen(data: dict[str, Any], file: str | None) -> list[str]:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 FORMS = (
     "a command line with its flags, or a file: a shell or batch script (read, never run; its "
-    "arguments may follow it, as in 'train.sh 4 8'), YAML of "
-    "Megatron's tests, a recipe's settings as YAML or JSON"
+    "arguments may follow it, as in 'train.sh 4 8'), or YAML of Megatron's tests"
 )
 
 

@@ -1,6 +1,6 @@
-"""Accelerators: compute, memory and link rates, how much of them is reached, and the sources.
+"""Accelerators: compute, memory and link rates, how much of them is reached.
 
-One file a device in ``gpus/``; a file of the user's own has the same form.
+One file a device in ``gpus/``, which has the sources; a file of the user's own has the same form.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Gpu:
         collective_s: seconds of one of them beside its bytes, with the wait for the slowest rank.
         devices_per_node: that the peer link connects.
         exchange: of all-to-alls of experts' rows, bytes/s; 0: by the two links.
-        sources: where each number is from, by its name here.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Gpu:
     collective_s: float = 0.0
     devices_per_node: int = 8
     exchange: float = 0.0
-    sources: tuple[tuple[str, str], ...] = ()
 
     def with_(self, **changes: Any) -> Gpu:
         """The same with numbers that the user gave in place of the table's.
@@ -77,8 +75,7 @@ class Gpu:
             if not least or (name in _SHARES and value > 1):
                 limit = "a share, > 0 and <= 1" if name in _SHARES else "> 0"
                 raise PlanError(f"the device's {name} must be {limit}, got {value}")
-        sources = dict(self.sources) | dict.fromkeys(given, "given")
-        return replace(self, **given, sources=tuple(sources.items()))
+        return replace(self, **given)
 
     def ring(self, ranks: int, stride: int = 1) -> float:
         """Bytes/s of a ring, whose members in a node share its adapters.
@@ -96,15 +93,8 @@ class Gpu:
         known = GPUS.get(self.name)
         return known is not None and all(getattr(self, n) == getattr(known, n) for n in _TIMED)
 
-    def assumptions(self) -> list[str]:
-        """One sentence for each source."""
-        names: dict[str, list[str]] = {}
-        for name, source in self.sources:
-            names.setdefault(source, []).append(name)
-        return [f"{self.name}, {', '.join(each)}: {source}" for source, each in names.items()]
 
-
-_NUMBERS = tuple(each.name for each in fields(Gpu) if each.name not in ("name", "sources"))
+_NUMBERS = tuple(each.name for each in fields(Gpu) if each.name != "name")
 _WHOLE = ("memory_bytes", "units", "devices_per_node")
 _NEEDED = ("flops", "memory_bytes", "bandwidth", "to_host", "to_device", "peer")
 _TIMED = tuple(n for n in _NUMBERS if n not in ("memory_bytes", "to_host", "to_device"))
@@ -132,15 +122,13 @@ def gpu_from_json(data: Any, path: str) -> Gpu:
     unknown = [key for key in numbers if key not in _NUMBERS]
     if unknown:
         raise refuse(f"unknown number {shown(unknown[0])}; give some of {', '.join(_NUMBERS)}")
-    values, sources = {}, {}
+    values = {}
     for key, entry in numbers.items():
         entry = entry if isinstance(entry, dict) else {"value": entry}
         value = entry.get("value")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
             raise refuse(f"{key} must be a number, got {shown(value)}")
         values[key] = int(value) if key in _WHOLE else float(value)
-        sure, source = entry.get("sure", "given"), entry.get("source", path)
-        sources[key] = f"{source} ({sure})"
     like = data.get("like")
     if not isinstance(like, str | None):
         raise refuse(f'"like" must be a name, got {shown(like)}')
@@ -153,8 +141,7 @@ def gpu_from_json(data: Any, path: str) -> Gpu:
         raise refuse(f'"like" must be one of {", ".join(GPUS)}, got {shown(like)}')
     else:
         base = GPUS[like]
-    made = base.with_(**values)
-    return replace(made, name=name, sources=tuple((dict(base.sources) | sources).items()))
+    return replace(base.with_(**values), name=name)
 
 
 def _table() -> dict[str, Gpu]:

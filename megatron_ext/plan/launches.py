@@ -3,7 +3,7 @@
 The host waits for each layer's counts of tokens before it knows the sizes of what follows, so it
 is never ahead of the device, and what it takes to launch comes on top. In models without experts
 it runs ahead, and CUDA graphs of a whole iteration need no host; both take what the device takes.
-benchmarks/published-runs.md has the runs that show this; ``HOST_S`` is fitted to some of them.
+``HOST_S`` is fitted to published runs (tests/unit/plan/runs.json).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .._input import flag_of
 from .model import Job
 from .parts import Work
 
-HOST_S = 12e-6  # of the host, a kernel; `python -m benchmarks.published_runs --fit`
+HOST_S = 12e-6  # of the host, a kernel
 IN_PAIRS = 2.0  # as many, where a layer's parts are graphs of their own, with events between them
 
 ASSUMPTIONS = (

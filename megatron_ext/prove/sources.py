@@ -1,4 +1,4 @@
-"""Where a training command comes from: words, a batch script, a test's YAML, a recipe's JSON.
+"""Where a training command comes from: words, a batch script, a test's YAML.
 
 Nothing is executed. What a script's command needs and cannot be known so is an error.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from .._input import flag_of, parse_json
-from ..plan.inputs.arguments import of_recipe
 from .flags import Flags
 from .shell import words_of
 from .shell_text import is_script
@@ -92,7 +90,7 @@ def _world(words: Sequence[str]) -> int:
 
 
 def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
-    """A file's command: a recipe's JSON or YAML, Megatron's test YAML, or a shell script.
+    """A file's command: Megatron's test YAML, or a shell script.
 
     Args:
         text: the file's.
@@ -101,19 +99,11 @@ def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
     Raises:
         ValueError: it is none of them, or what decides the run is not known from it.
     """
-    recipe, test = text.lstrip().startswith("{"), re.search(r"^MODEL_ARGS:\s*$", text, re.M)
-    settings = not text.startswith("#!") and re.search(r"^model:\s*(?:#.*)?$", text, re.M)
-    if (recipe or test or settings) and arguments:
+    test = re.search(r"^MODEL_ARGS:\s*$", text, re.M)
+    if test and arguments:
         raise ValueError(f"{arguments[0]!r}: only a shell script has arguments of its own after --")
-    if recipe:
-        value = parse_json(text)
-        if not isinstance(value, dict):
-            raise ValueError("a recipe's JSON is an object")
-        return from_settings(value)
     if test:
         return from_yaml(text)
-    if settings:
-        return from_settings(settings_of_yaml(text))
     return from_shell(text, arguments)
 
 
@@ -138,53 +128,6 @@ def from_yaml(text: str) -> Command:
     if not sections.get("MODEL_ARGS"):
         raise ValueError("no flags under MODEL_ARGS")
     return Command("", sections["MODEL_ARGS"], world, True)
-
-
-def settings_of_yaml(text: str) -> dict[str, Any]:
-    """The sections of a recipe's YAML, with their plain values and lists of such.
-
-    Of what is nested more deeply (functions, classes and dtypes of a saved recipe) only
-    ``_target_`` is kept.
-    """
-    sections: dict[str, Any] = {}
-    section: dict[str, Any] = sections
-    depth, name = 0, ""
-    for line in text.splitlines():
-        found = re.match(r"( *)(?:(- )|([\w.]+):)\s*(.*?)\s*$", re.sub(r"(?:^|\s)#.*$", "", line))
-        if not found:
-            continue
-        indent, value = len(found[1]), _yaml_value(found[4])
-        if found[2]:  # of the list that the last name begins
-            if isinstance(section.get(name), dict | list) and indent <= depth + 2:
-                section[name] = [*(section[name] or []), value]
-        elif indent == 0:
-            depth, name = 0, found[3]
-            sections[name] = {} if value is None else value
-            section = sections
-        else:
-            if section is sections and isinstance(sections.get(name), dict):
-                section, depth = sections[name], indent
-            if indent == depth:
-                name = found[3]
-                section[name] = {} if found[4] == "" else value
-            elif found[3] == "_target_" and isinstance(section.get(name), dict):
-                section[name]["_target_"] = value
-    return sections
-
-
-def _yaml_value(text: str) -> Any:
-    if text.lower() in ("", "null", "~"):
-        return None
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if text.startswith("[") and text.endswith("]"):
-        return [_yaml_value(part.strip()) for part in text[1:-1].split(",") if part.strip()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text.strip("'\"")
 
 
 def _words(name: str, value: str) -> list[str]:
@@ -212,34 +155,3 @@ def from_shell(text: str, arguments: Sequence[str] | None = None) -> Command:
     return command._replace(
         world=command.world or slurm.get("ntasks", slurm.get("nodes", 1) * each)
     )
-
-
-# Arguments of Megatron that have no flag for true, or for false.
-_FOR_FALSE = {"add_bias_linear": "--disable-bias-linear"}
-_NO_FLAG = (
-    *("gated_linear_unit", "share_embeddings_and_output_weights", "params_dtype"),
-    *("sequence_length", "activation_func"),
-)
-
-
-def from_settings(settings: Mapping[str, Any]) -> Command:
-    """A Megatron-Bridge recipe's settings (``model``, ``train``, ``ddp``, ``optimizer`` ...).
-
-    Fields become the flags of their names, as ``plan --bridge-config`` reads them; fields that hold
-    functions or classes are left out.
-    """
-    flags: list[str] = []
-    for name, value in of_recipe(settings, "the recipe").items():
-        flag = flag_of(name)
-        if name in _FOR_FALSE:
-            flags += [_FOR_FALSE[name]] if value is False else []
-        elif name.startswith("_") or name in _NO_FLAG or isinstance(value, dict):
-            continue
-        elif value is True:
-            flags.append(flag)
-        elif isinstance(value, list | tuple):
-            flags += [flag, str(list(value))] if "freq" in name else [flag, *map(str, value)]
-        elif value is not False and isinstance(value, int | float | str):
-            flags += [flag, str(value)]
-    world = settings.get("world_size", 0)
-    return Command("", flags, world if isinstance(world, int) else 0, True)

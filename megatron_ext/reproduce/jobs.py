@@ -8,7 +8,6 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..plan import calibration
 from ..plan.flags import job_of, read
 from ..plan.gpu import gpu_of
 from ..plan.layout import Split, even_split
@@ -269,18 +268,6 @@ def _pipelines(data: dict[str, Any]) -> Iterator[Cell]:
             yield Cell(f"{setup}, {schedule}", value, ours)
 
 
-def _single_passes(data: dict[str, Any]) -> Iterator[Cell]:
-    """Passes of one layer, from the figures that the planner's times are compared with."""
-    quantity = data["quantity"]
-    scale = 100 if quantity == "MFU" else 1
-    every = calibration.published(GPU.name)["figures"]
-    for each in calibration.compare(GPU, [x for x in every if x["source"] in data["passes"]]):
-        if each.quantity == quantity:
-            row = f"{each.source.rpartition(', ')[2]}, {each.what}"
-            note = "fitted" if each.fitted else ""
-            yield Cell(row, scale * each.published, scale * each.ours, note=note)
-
-
 @cache
 def sharded(schedule: str, pp: int, sequence: int, thousand: int, method: str) -> Point:
     """Of Vocabulary Parallelism's tables, with a vocabulary of so many times 1,024 words."""
@@ -310,4 +297,4 @@ def _sharded(data: dict[str, Any]) -> Iterator[Cell]:
                 yield Cell(row, value, _OF[quantity](point))
 
 
-CELLS = (_k, _recompute, _models, _against_tensor_parallel, _pipelines, _single_passes, _sharded)
+CELLS = (_k, _recompute, _models, _against_tensor_parallel, _pipelines, _sharded)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -314,75 +313,3 @@ def test_the_page_says_what_is_wrong() -> None:
     graphs = {"way": "graphs", "equal": False}
     assert wrong({"overhead": {"graphs": [graphs]}}) == ["overhead, graphs: other losses"]
     assert wrong({"tests": {"failures": ["test_a: no"]}}) == ["tests: test_a: no"]
-
-
-# Every second shape is fitted to.
-_FIT = """
-import json, pathlib, sys
-from benchmarks.gpu.fit import mark
-from benchmarks.gpu.row import figures_text
-path = pathlib.Path(sys.argv[1])
-known = json.loads(path.read_text())
-mark(known["figures"])
-path.write_text(figures_text(known))
-"""
-
-
-def test_results_become_the_planners(repo_root: Path, tmp_path: Path) -> None:
-    """Made-up results of an H100: rates and passes of a layer, where the planner reads them."""
-    from megatron_ext.plan.calibration import compare
-    from megatron_ext.plan.gpu import gpu_from_json
-
-    size = {"hidden": 4096, "seq": 4096, "layers": 4, "pp": 8, "microbatches": 16}
-    halves = {"F0": 4.0, "F1": 6.0, "B1": 6.0, "W1": 2.0, "B0": 6.0, "W0": 2.0}
-    data = {
-        "gpu": "NVIDIA H100 80GB HBM3, 79 GiB", "date": DATE, "torch": "2.11.0", "tiny": False,
-        "rows": {
-            "rates": {"gb_per_s": {"to_host": 50.126, "to_device": 51.5}},
-            "slices": {"rows": [
-                {"hidden": 4096, "tokens": 8192, "cut": cut, "ms": {"F": [5.0], "B": [6.0]}}
-                for cut in ("torch's kernel", "even")
-            ]},
-            "replay": {"rows": [
-                {"size": size, "schedule": "1f1b", "passes_ms": {"F0": 10.0, "BW0": 18.0}},
-                {"size": size, "schedule": "v-half", "passes_ms": halves},
-                {"size": size, "schedule": "v-zb", "failed": "no memory"},
-            ]},
-        },
-    }  # fmt: skip
-    results = tmp_path / "results.json"
-    results.write_text(json.dumps(data))
-    folder = tmp_path / "gpus"
-    shutil.copytree(repo_root / "megatron_ext" / "plan" / "gpus", folder)
-    command = ["-m", "benchmarks.gpu.row", str(results), "--write", str(folder)]
-    for _ in range(2):  # a second time adds nothing
-        done = _run(repo_root, *command)
-        assert done.returncode == 0, done.stderr
-    assert "h 4096, s 4096, 1f1b, B+W: 4.500 ms a layer, predicted " in done.stdout
-    gpu = gpu_from_json(json.loads((folder / "H100.json").read_text()), "H100.json")
-    assert (gpu.to_host, gpu.to_device) == (5.01e10, 5.15e10)
-    assert f"benchmarks.gpu, {DATE}: NVIDIA H100" in dict(gpu.sources)["to_host"]
-    published = json.loads((folder / "published" / "H100.json").read_text())
-    former = json.loads((repo_root / "megatron_ext/plan/gpus/published/H100.json").read_text())
-    assert published["figures"][:-3] == former["figures"]
-    mine = published["figures"][-3:]
-    assert [each["published"] for each in mine] == [
-        {"F": 5.0, "B": 6.0},
-        {"F": 2.5, "B+W": 4.5},
-        {"F": 2.5, "B": 3.0, "W": 1.0},
-    ]
-    assert all(each.ours > 0 for each in compare(gpu, mine))
-    apart = "--no-gradient-accumulation-fusion"
-    assert all(apart in each["flags"] for each in mine)
-    assert ["--grad-reduce-in-bf16" in each["flags"] for each in mine] == [False, True, True]
-    # Lines of numbers that stay are as they were.
-    table = (folder / "H100.json").read_text().splitlines()
-    kept = (repo_root / "megatron_ext/plan/gpus/H100.json").read_text().splitlines()
-    assert len([line for line in kept if line not in table]) == 4
-    done = _run(repo_root, "-c", _FIT, str(folder / "published" / "H100.json"))
-    assert done.returncode == 0, done.stderr
-    assert _run(repo_root, *command).returncode == 0
-    published = json.loads((folder / "published" / "H100.json").read_text())
-    assert [each["fitted"] for each in published["figures"]] == [True, False, True, True]
-    results.write_text(json.dumps({**data, "tiny": True}))
-    assert _run(repo_root, *command).returncode == 2

@@ -1,11 +1,9 @@
-"""What the device waits for the host to launch, and whole published runs."""
+"""What the device waits for the host to launch."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import published_runs
-from megatron_ext.plan.calibration import OF_RUNS
 from megatron_ext.plan.flags import job_of, notes_on, read
 from megatron_ext.plan.gpu import gpu_of
 from megatron_ext.plan.launches import ATTENTION, HOST_S
@@ -14,32 +12,6 @@ from megatron_ext.plan.times import stage_times
 
 MODEL = "--num-layers 1 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --bf16 "
 LAYER = Split((0, 1, 0))
-
-
-def test_some_published_runs_have_the_pages_rows(repo_root):
-    page = (repo_root / "benchmarks" / "published-runs.md").read_text("utf-8").splitlines()
-    rows = [" | ".join(published_runs.cells(one)) for one in published_runs.runs(every=9)]
-    assert len(rows) == 6 and all(f"| {row} |" in page for row in rows)
-
-
-@pytest.mark.matrix
-def test_published_runs_are_what_the_page_says(repo_root):
-    """Predictions of whole runs: dense ones are near, others as far as plan prints."""
-    found = published_runs.runs()
-    groups = published_runs.Groups.of(found)
-    assert len(groups.dense) == 5 and max(abs(one.error) for one in groups.dense) < 0.08
-    kinds = (groups.held, groups.pairs, groups.offset)
-    for number, some in zip(OF_RUNS.values(), kinds, strict=True):
-        assert published_runs.rms(some) == pytest.approx(number, abs=0.01)
-    # FLOPs of a token are counted alike, but for windows of attention.
-    assert all(0.99 < one.counted < 1.22 for one in found)
-    page = (repo_root / "benchmarks" / "published-runs.md").read_text("utf-8")
-    assert page == published_runs.page(found)
-
-
-@pytest.mark.matrix
-def test_the_hosts_launches_are_fitted_to_the_runs_that_say_so():
-    assert published_runs.fit(published_runs.runs(), (10, 12, 14))[0] == 1e6 * HOST_S
 
 
 def _graphs(words, more=""):

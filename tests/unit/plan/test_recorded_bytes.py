@@ -16,11 +16,10 @@ from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import split_of
 from megatron_ext.plan.memory import stage_bytes
 from megatron_ext.plan.model import PlanError
-from tests.support import ROOT
 from tests.unit.plan.shapes import FLAGS_ALONE, RECURRENT, SHAPES, tokens
 
 GOLDEN = Path(__file__).parent / "bytes.json"
-PUBLISHED = json.loads((ROOT / "benchmarks" / "bridge_recipes.json").read_text(encoding="utf-8"))
+MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 PARALLEL = "--bf16 --tensor-model-parallel-size 4 --sequence-parallel --use-distributed-optimizer"
 
 
@@ -28,7 +27,7 @@ def cases() -> Iterator[tuple[str, list[str], int]]:
     """Name, flags and stages."""
     for name in SHAPES | RECURRENT | FLAGS_ALONE:
         yield name, tokens(name), 2
-    for name, line in PUBLISHED["models"].items():
+    for name, line in MODELS.items():
         words = f"{line} --seq-length 4096".split()
         yield name, words, 1
         yield f"{name}, parallel", [*words, *PARALLEL.split(), "--world-size", "64"], 1

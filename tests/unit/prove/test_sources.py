@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from megatron_ext.prove.flags import Flags
 from megatron_ext.prove.sources import Command, from_text, from_words
 
 BATCH = """#!/bin/bash
@@ -92,37 +89,3 @@ def test_yaml_with_an_anchor():
     text = "BASE_ARGS: &BASE\n  --bf16: true\n  --seed: 1\nMODEL_ARGS:\n  <<: *BASE\n  --seed: 2\n"
     more = "MODEL_ARGS_2:\n  <<: *BASE\n  --swiglu: true\n"
     assert from_text(text + more).flags == ["--bf16", "--seed", "1", "--seed", "2"]
-
-
-def test_settings_of_a_recipe():
-    model = {
-        "num_layers": 8,
-        "num_moe_experts": 16,
-        "add_bias_linear": False,
-        "share_embeddings_and_output_weights": True,
-        "gated_linear_unit": True,
-        "sequence_parallel": True,
-        "bf16": False,
-        "recompute_modules": ["moe_act", "mlp"],
-        "moe_layer_freq": [0, 1],
-        "init_method": None,
-        "_target_": "x",
-    }
-    settings = {"model": model, "train": {"global_batch_size": 32}, "world_size": 64}
-    command = from_text(json.dumps(settings))
-    flags = Flags(command.flags)
-    assert {name: flags.values(name) for name in flags.names} == {
-        **{"--num-layers": ["8"], "--num-experts": ["16"], "--disable-bias-linear": []},
-        **{"--swiglu": [], "--sequence-parallel": [], "--recompute-modules": ["moe_act", "mlp"]},
-        **{"--moe-layer-freq": ["[0, 1]"], "--global-batch-size": ["32"]},
-    }
-    assert len(command.flags) == 14
-    more = {**model, "params_dtype": "torch.bfloat16", "activation_func": {"_target_": "a.silu"}}
-    more |= {"num_query_groups": 2, "num_layers_in_first_pipeline_stage": 3}
-    flags = Flags(from_text(json.dumps({"model": more})).flags)
-    assert {"--bf16", "--group-query-attention"} <= set(flags.names)
-    assert flags.values("--decoder-first-pipeline-num-layers") == ["3"]
-    assert "--params-dtype" not in flags and "--activation-func" not in flags
-    assert command.world == 64
-    with pytest.raises(ValueError, match="object|JSON|nested|Expecting"):
-        from_text("{")

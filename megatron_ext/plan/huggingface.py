@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._input import parse_json, read_text, reason, shown, whole
-from ..model import PlanError
+from .._input import parse_json, read_text, reason, shown, whole
+from .model import PlanError
 
 Given = dict[str, Any]
 
@@ -31,10 +31,6 @@ _LATENT = {
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
     "v_head_dim": "v_head_dim",
 }
-_DELTA = (
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
-)
 _MOST = 1 << 40  # of any number
 
 
@@ -92,10 +88,9 @@ def read_config(path: str) -> tuple[Given, list[str]]:
     name = names[0] if isinstance(names, list) and names else data.get("model_type")
     reader = _READERS.get(name) if isinstance(name, str) else None
     if reader is None:
-        why = _REFUSED.get(name) if isinstance(name, str) else None
         raise PlanError(
-            f"--hf-config {path}: plan does not express the architecture {shown(name)}"
-            + (f", {why}" if why else f"; it knows {', '.join(sorted(_READERS))}")
+            f"--hf-config {path}: plan does not express the architecture {shown(name)}; it knows "
+            f"{', '.join(sorted(_READERS))}"
         )
     config = _Config(path, data)
     given = _common(config) | reader(config)
@@ -177,17 +172,6 @@ def _qwen_experts(config: _Config) -> Given:
     return given if all(kinds) else given | {"moe_layer_freq": str(kinds)}
 
 
-def _qwen3_next(config: _Config) -> Given:
-    given = _qwen3_moe(config) | {name: config.number(name) for name in _DELTA}
-    return given | {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": str(config.maybe("full_attention_interval") or 4),
-        "attention_output_gate": True,
-        "moe_shared_expert_gate": True,
-        "moe_shared_expert_intermediate_size": config.number("shared_expert_intermediate_size"),
-    }
-
-
 def _mixtral(config: _Config) -> Given:
     ffn = config.number("intermediate_size")
     given: Given = {
@@ -196,19 +180,6 @@ def _mixtral(config: _Config) -> Given:
     }
     given |= {"num_experts": config.number("num_local_experts")} | _GROUPED
     return _windowed(config) | given
-
-
-def _gpt_oss(config: _Config) -> Given:
-    ffn = config.number("intermediate_size")
-    given: Given = {"ffn_hidden_size": ffn, "moe_ffn_hidden_size": ffn}
-    given |= {"num_experts": config.number("num_local_experts")} | _GROUPED
-    window = config.number("sliding_window")
-    return given | {
-        "moe_router_topk": config.number("num_experts_per_tok"),
-        "window_size": f"{window - 1},0",
-        "window_attn_skip_freq": "2",
-        "disable_bias_linear": False,
-    }
 
 
 def _deepseek(config: _Config) -> Given:
@@ -232,36 +203,6 @@ def _deepseek(config: _Config) -> Given:
     return given | {"moe_layer_freq": f"([0]*{dense}+[1]*{max(0, layers - dense)})"}
 
 
-def _gemma(config: _Config) -> Given:
-    given: Given = {"ffn_hidden_size": config.number("intermediate_size")}
-    given["untie_embeddings_and_output_weights"] = None  # the class's default ties them
-    return given
-
-
-def _nemotron_h(config: _Config) -> Given:
-    """Mamba-2, attention, MLP and expert layers by a pattern."""
-    pattern = config.data.get("hybrid_override_pattern")
-    if not isinstance(pattern, str):
-        raise PlanError(f"--hf-config {config.path} has no hybrid_override_pattern")
-    given: Given = {
-        "hybrid_layer_pattern": pattern,
-        "ffn_hidden_size": config.number("intermediate_size"),
-        "mamba_num_heads": config.number("mamba_num_heads"),
-        "mamba_head_dim": config.number("mamba_head_dim"),
-        "mamba_num_groups": config.number("n_groups"),
-        "mamba_state_dim": config.number("ssm_state_size"),
-        "swiglu": None,
-        "squared_relu": True,
-    }
-    if "E" in pattern:
-        given |= _experts(config, "n_routed_experts")
-        shared = config.maybe("moe_shared_expert_intermediate_size")
-        given |= {"moe_shared_expert_intermediate_size": shared} if shared else {}
-    if config.maybe("attention_head_dim"):
-        given["kv_channels"] = config.number("attention_head_dim")
-    return given
-
-
 def _only_silu(config: _Config) -> None:
     activation = config.data.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -275,8 +216,6 @@ def _notes(config: _Config, given: Given) -> list[str]:
     notes = [f"the model: {config.path}, as Megatron-Bridge converts it"]
     if config.data.get("quantization_config"):
         notes.append("quantization_config is of the stored weights; training is in 16 bits")
-    if _READERS["GemmaForCausalLM"] is _READERS.get((config.data.get("architectures") or [""])[0]):
-        notes.append("GEGLU is counted as SwiGLU, which keeps as many bytes")
     if given.get("seq_length") is None:
         notes.append("--seq-length is the training's, not the config's max_position_embeddings")
     return notes
@@ -289,23 +228,7 @@ _READERS = {
     "Qwen3ForCausalLM": _qwen3,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
-    "Qwen3NextForCausalLM": _qwen3_next,
     "MixtralForCausalLM": _mixtral,
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
-    "GptOssForCausalLM": _gpt_oss,
-    "GemmaForCausalLM": _gemma,
-    "NemotronHForCausalLM": _nemotron_h,
-}
-_POST_NORMS = "whose layers have norms behind attention and MLP too"
-_SPARSE = "whose sparse attention keeps and computes other tensors"
-_REFUSED = {
-    "Gemma2ForCausalLM": _POST_NORMS,
-    "Gemma3ForCausalLM": _POST_NORMS,
-    "Gemma3ForConditionalGeneration": _POST_NORMS,
-    "DeepseekV32ForCausalLM": _SPARSE,
-    "DeepseekV4ForCausalLM": _SPARSE,
-    "GlmMoeDsaForCausalLM": _SPARSE,
-    "Llama4ForConditionalGeneration": "which has a vision encoder and chunked attention",
-    "DeciLMForCausalLM": "whose layers differ in kind and size",
 }

@@ -1,1 +1,0 @@
-"""Models from files that people have, as Megatron's arguments by name."""
