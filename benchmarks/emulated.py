@@ -1,4 +1,4 @@
-"""What benchmarks on gloo ranks of this machine share: ranks, timed steps, stages that sleep.
+"""What benchmarks on gloo ranks of this machine share: ranks, timed steps, the executor.
 
 A pass sleeps, so two cores are enough for many ranks; executor, messages and bookkeeping are real.
 """
@@ -20,10 +20,9 @@ import torch.distributed as dist
 from megatron_ext.integration.utils import gather
 from megatron_ext.runtime.channel import Channel
 from megatron_ext.runtime.edges import connected
-from megatron_ext.runtime.executor import Executor, StageRunner
+from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.trace import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.schedule.actions import Op
 from megatron_ext.schedule.schedule import Schedule
 from tests.support.ranks import on_ranks
 
@@ -85,7 +84,6 @@ def execute(
     watchdog: Watchdog,
     *,
     recorder: Recorder | None = None,
-    passes: Any = None,
     group: Any = None,
 ) -> Recorder:
     """One iteration of this rank under the executor, messages of ``shape``; its times and counts.
@@ -93,76 +91,11 @@ def execute(
     Args:
         plan: lowered.
         runner: the stages of this rank.
-        passes: of the vocabulary.
         group: of the pipeline; None: all ranks.
     """
     edges = connected(group or dist.group.WORLD, "passes", plan.placement.edges, CPU)
     channel = Channel(edges, shape, torch.float32, CPU)
     recorder = recorder or Recorder(False, CPU)
     with watchdog.armed():
-        Executor(plan, dist.get_rank(), runner, channel, watchdog, recorder, passes).run()
+        Executor(plan, dist.get_rank(), runner, channel, watchdog, recorder).run()
     return recorder
-
-
-class SleepingStages(StageRunner):
-    """The stages of this rank: a pass multiplies by a number and takes its time.
-
-    Args:
-        plan: lowered.
-        shape: of a message.
-        pause: seconds of a pass, by operation (F, B, W) and stage.
-
-    Attributes:
-        losses: sums of the last stage's outputs.
-        weights: by stage; another order of the microbatches gives other ones.
-    """
-
-    def __init__(
-        self, plan: Schedule, shape: tuple[int, ...], pause: Callable[[Op, int], float]
-    ) -> None:
-        self.stages = plan.placement.stages[dist.get_rank()]
-        self.last = plan.placement.num_stages - 1
-        self.shape, self._pause = shape, pause
-        self._live: dict[tuple[int, int], Any] = {}
-        self.losses: list[float] = []
-        self.weights = {stage: torch.zeros(shape) for stage in self.stages}
-
-    def factor(self, stage: int) -> float:
-        """What a stage multiplies by; exact in binary."""
-        return 1.0 + stage / 64
-
-    def spend(self, op: Op, chunk: int) -> None:
-        """Take the time of a pass."""
-        time.sleep(self._pause(op, self.stages[chunk]))
-
-    def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        stage = self.stages[chunk]
-        self.spend(Op.F, chunk)
-        x = torch.full(self.shape, 1.0 + microbatch) if x is None else x
-        y = x * self.factor(stage)
-        self._live[chunk, microbatch] = x
-        if stage == self.last:
-            self.losses.append(float(y.sum()))
-        return y
-
-    def backward(
-        self, chunk: int, microbatch: int, grad: torch.Tensor | None, split: bool
-    ) -> torch.Tensor | None:
-        self.spend(Op.B, chunk)
-        grad = torch.ones(self.shape) if grad is None else grad
-        self._live[chunk, microbatch] = self._live[chunk, microbatch], grad
-        if not split:
-            self.weight(chunk, microbatch)
-        return grad * self.factor(self.stages[chunk])
-
-    def weight(self, chunk: int, microbatch: int) -> None:
-        stage = self.stages[chunk]
-        self.spend(Op.W, chunk)
-        x, grad = self._live.pop((chunk, microbatch))
-        self.weights[stage] = self.weights[stage] * 0.9 + x * grad
-
-    def move(self, op: Op, chunk: int, microbatch: int) -> None:
-        """Nothing is offloaded."""
-
-    def live_sets(self) -> int:
-        return len(self._live)

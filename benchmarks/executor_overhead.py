@@ -2,13 +2,13 @@
 """What the executor itself costs the CPU, per pass, beside Megatron's functions and PyTorch's.
 
     python -m benchmarks.executor_overhead [--pp 4] [--microbatches 16] [--steps 10] [--rounds 9]
-        [--sizes 8x64,16x128] [--check] [--output DIR] [--date YYYY-MM-DD]
+        [--check] [--output DIR] [--date YYYY-MM-DD]
 
 The emulated model of ``rivals.py`` without its pauses, on gloo ranks of this machine, executors in
 turn in one process group. Counted is the CPU time of a rank's main thread (and of all its threads)
 over a step, per pass: waiting costs nothing, so the ranks may share two cores. A pass is F, B, W
 or BW; what the model alone takes is measured too. Also: what the watchdog and the recorded
-timeline add, and how long schedules take to be made, lowered and checked. Writes
+timeline add. Writes
 results/DATE-executor-overhead.json and executor_overhead.md; ``--check`` exits with 1 if ours
 takes more than stock.
 """
@@ -22,7 +22,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 from benchmarks import page as pages
@@ -36,7 +35,7 @@ from megatron_ext.integration.plans import Plans
 from megatron_ext.integration.utils import gather
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
-from megatron_ext.schedule import check, generate, lower
+from megatron_ext.schedule import generate
 
 OURS = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "v-half", "v-zb")
 # Ours inside Megatron, called with the same model and functions as stock.
@@ -44,7 +43,6 @@ INSIDE = {
     "ours in Megatron 1f1b": "stock 1f1b",
     "ours in Megatron interleaved": "stock interleaved",
 }
-MADE = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "v-min", "v-half", "v-zb", "po")
 
 
 class NoWatchdog:
@@ -137,38 +135,6 @@ def model_alone(microbatches: int) -> float:
     return (time.thread_time() - started) * 1e6 / (2 * microbatches)
 
 
-def making(args: argparse.Namespace) -> list[Row]:
-    """Milliseconds to make, lower and check schedules, best of three; PyTorch's to construct its
-    own, which includes its lowering, for the first size only (the larger ones take it minutes)."""
-    rows = []
-    sizes = [tuple(map(int, size.split("x"))) for size in args.sizes.split(",")]
-    for pp, m in sizes:
-        for name in MADE:
-            times = []
-            for _ in range(3):
-                moments = [time.perf_counter()]
-                plan = generate(name, pp, m)
-                moments.append(time.perf_counter())
-                lowered = lower(plan)
-                moments.append(time.perf_counter())
-                check(lowered)
-                moments.append(time.perf_counter())
-                times.append([1e3 * (b - a) for a, b in pairwise(moments)])
-            made, lowered_ms, checked = map(min, zip(*times))
-            rows.append({"name": f"ours {name}", "pp": pp, "microbatches": m, "make": made,
-                         "lower": lowered_ms, "check": checked})  # fmt: skip
-    pp, m = sizes[0]
-    for name, _, _ in rivals.torch_lists.CLASSES:
-        seconds = []
-        for _ in range(3):
-            started = time.perf_counter()
-            rivals.torch_lists.construct(name, pp, m)
-            seconds.append(time.perf_counter() - started)
-        rows.append({"name": name, "pp": pp, "microbatches": m, "make": 1e3 * min(seconds),
-                     "lower": None, "check": None})  # fmt: skip
-    return rows
-
-
 def claims(data: Row) -> list[Claim]:
     """Ours against stock, for the same passes."""
     here = {row["name"]: row for row in data["rows"]}
@@ -184,9 +150,6 @@ def claims(data: Row) -> list[Claim]:
 def body(data: Row) -> list[Any]:
     """The page."""
 
-    def milliseconds(key: str) -> Any:
-        return lambda row: "" if row[key] is None else f"{row[key]:.1f}"
-
     busiest = {
         "": "{name}",
         "passes a step": "{passes}",
@@ -194,7 +157,6 @@ def body(data: Row) -> list[Any]:
         "least": "{least:.0f}",
         "all threads": "{process:.0f}",
     }
-    made = {"": "{name}", "p": "{pp}", "m": "{microbatches}"}
     return [
         "Microseconds of CPU time per pass (F, B, W or BW) on the busiest rank, without any "
         "compute to speak of: the main thread's, which is what a GPU's kernels are launched from, "
@@ -205,14 +167,7 @@ def body(data: Row) -> list[Any]:
         "speed differs from run to run, by a quarter where others share it: compare rows of one.",
         pages.verdicts(claims(data)),
         pages.table(busiest, data["rows"]),
-        "*Timed* is with the clock read around every pass, as for `--pp-trace`, `--pp-profile` "
-        "and the log line.",
-        "## Making a schedule",
-        "Milliseconds, best of three. Done once in a run for each number of microbatches, on "
-        "every rank. PyTorch's constructors make and lower in one.",
-        pages.table(
-            made | {key: milliseconds(key) for key in ("make", "lower", "check")}, data["making"]
-        ),
+        "*Timed* is with the clock read around every pass, as for `--pp-trace` and the log line.",
     ]
 
 
@@ -225,16 +180,12 @@ BENCHMARK = pages.Benchmark(
         f"median of {data['rounds']} alternating rounds of {data['steps']} steps"
     ),
     body,
-    lambda args: {
-        **ranks(args.pp, functools.partial(run_rank, args)),
-        "making": making(args),
-    },
+    lambda args: ranks(args.pp, functools.partial(run_rank, args)),
     {
         "pp": 4,
         "microbatches": 16,
         "steps": (10, "of one executor before the next"),
         "rounds": 9,
-        "sizes": ("8x64,16x128", "p x m of the schedules made"),
     },
     ("torch", "megatron-core"),
     claims,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.schedule import Costs, Schedule, check
-from megatron_ext.schedule.io import from_csv
+from megatron_ext.schedule import Costs, Placement, Schedule, check
+from megatron_ext.schedule.actions import Action, Op
 
 # Our name of each, its class in torch, and whether its stages lie on the V.
 CLASSES = (
@@ -14,6 +14,13 @@ CLASSES = (
     ("torch ZBVZeroBubble", "ScheduleZBVZeroBubble", True),
     ("torch DualPipeV", "ScheduleDualPipeV", True),
 )
+
+OPERATIONS = {
+    "FORWARD": Op.F,
+    "BACKWARD_INPUT": Op.B,
+    "BACKWARD_WEIGHT": Op.W,
+    "FULL_BACKWARD": Op.BW,
+}
 
 
 def version() -> str | None:
@@ -71,14 +78,19 @@ def order(name: str, made: Any, microbatches: int, costs: Costs) -> Schedule:
     Raises:
         ScheduleError: it is none that can run.
     """
-    lines = []
-    for rank in range(len(made.pipeline_order)):
-        cells = []
+    vee = next(row[2] for row in CLASSES if row[0] == name)
+    pp = len(made.pipeline_order)
+    placement = Placement.vee(pp) if vee else Placement.loop(pp, 2)
+    ranks = []
+    for rank in range(pp):
+        passes = []
         for action in made.pipeline_order[rank]:
             parts = () if action is None else action.sub_actions or (action,)
-            cells += [str(part) for part in parts if part.is_compute_op]
-        lines.append(",".join(cells))
-    parsed = from_csv("\n".join(lines))
-    found = Schedule(name, parsed.placement, microbatches, parsed.ranks, costs)
+            for part in parts:
+                if part.is_compute_op:
+                    op = OPERATIONS[part.computation_type.name]
+                    passes.append(Action(op, part.stage_index, part.microbatch_index))
+        ranks.append(tuple(passes))
+    found = Schedule(name, placement, microbatches, tuple(ranks), costs)
     check(found)
     return found

@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
 
-from benchmarks.lengths import idle, mean_order, table
-from megatron_ext.schedule.engine import replay
+from megatron_ext.schedule import Costs, Placement, Schedule, ScheduleSpec, select
+from megatron_ext.schedule.costs import Durations
+from megatron_ext.schedule.engine import Rows, replay
 from megatron_ext.schedule.generators.lengths import arranged, arrangements
 from megatron_ext.schedule.generators.sliced import planned
+from megatron_ext.schedule.memory_cap import ShareCap
+from megatron_ext.schedule.search import FINE
+from megatron_ext.schedule.tasks import Tasks
 from megatron_ext.schedule.units import SHARE, slice_costs
 
 A = Fraction(3, 10)
+PP, MEAN = 8, 4096  # ranks; tokens
+
+
+def table(lengths: Sequence[int], slice_length: int | None) -> Tasks:
+    """All passes of microbatches of these lengths in tokens, without hops."""
+    placement = Placement.vee(PP)
+    units = [
+        slice_costs(
+            1 if slice_length is None else -(-length // slice_length),
+            A,
+            length=Fraction(length, MEAN),
+        )
+        for length in lengths
+    ]
+    return Tasks(placement, Durations.unit(placement).times(FINE, 1), units)
+
+
+def mean_order() -> Schedule:
+    """``v-cap`` at 1F1B's memory for 16 microbatches that are all as long as the mean."""
+    costs = Costs.of("1", str(1 + float(A)), str(1 - float(A)), "0")
+    return select(ScheduleSpec("v-cap", PP, 16, costs=costs, cap=ShareCap(Fraction(1)))).schedule
+
+
+def idle(tasks: Tasks, rows: Rows) -> float:
+    """Per cent of the makespan."""
+    ends = replay(tasks, rows)
+    assert ends is not None
+    return 100 * (1 - sum(tasks.duration) / PP / max(ends))
 
 
 def test_costs_grow_with_length() -> None:
