@@ -28,7 +28,6 @@ test:
 nightly:
 	scripts/test.sh --processor-budget=1800
 	scripts/test.sh --all
-	scripts/gpu_suite.sh
 
 # Docstrings and signatures as HTML, in build/api/index.html: pip install -e '.[docs]', and torch.
 INTERNAL := __main__ launch integration runtime cpu prove commands reproduce checkpoints

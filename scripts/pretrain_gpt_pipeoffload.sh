@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# A dense GPT on one node with PipeOffload: activations wait for their backward pass on the host.
+# A dense GPT with PipeOffload: activations wait for their backward pass on the host. The model of
+# pretrain_gpt_v_half.sh.
 #
-# Usage: MEGATRON_LM=... CHECKPOINT_DIR=... DATA_PATH=... scripts/pretrain_gpt_pipeoffload.sh [FLAGS]
+#   MEGATRON_LM=... DATA_PATH=... TOKENIZER_MODEL=... scripts/pretrain_gpt_pipeoffload.sh [FLAGS]
 #
-# Its defaults: as pretrain_gpt_v_half.sh, and every rank bound to the NUMA node of its GPU.
-#   SCHEDULE         [v-half] what --pp-schedule takes
-#   OFFLOAD          [auto] half, full, or auto: as much as costs no time by the plan
-# Host memory: the plan is checked against it before and in the first step. Give the job all of the
-# node's, pinned memory is not swapped.
+# OFFLOAD [auto] is what --pp-offload takes: half, full, a number of chunks, or auto, as much as
+# costs no time by the plan. Give a job all of the node's host memory: pinned memory is not swapped.
+# scripts/training.sh lists the other settings.
 set -euo pipefail
 # shellcheck source=scripts/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-help_or_go "${BASH_SOURCE[0]}" "$@"
-recipe pipeoffload
-one_node "$@"
+PP=${PP:-8} SCHEDULE=${SCHEDULE:-v-half} GLOBAL_BATCH=${GLOBAL_BATCH:-32}
+NUM_LAYERS=${NUM_LAYERS:-32} HIDDEN_SIZE=${HIDDEN_SIZE:-4096} NUM_HEADS=${NUM_HEADS:-32}
+SEQ_LENGTH=${SEQ_LENGTH:-4096} TRAIN_ITERS=${TRAIN_ITERS:-10000}
+train off --pp-offload "${OFFLOAD:-auto}" "$@"

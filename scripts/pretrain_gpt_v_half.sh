@@ -1,16 +1,14 @@
 #!/usr/bin/env bash
-# A dense GPT on one node under V-Half: half of 1F1B's activations, about its speed or better.
+# A dense GPT under V-Half: half of 1F1B's activations, about its speed or better. 32 layers of
+# hidden size 4096, 8 pipeline ranks, 32 microbatches of a sequence of 4096.
 #
-# Usage: MEGATRON_LM=... CHECKPOINT_DIR=... DATA_PATH=... scripts/pretrain_gpt_v_half.sh [FLAGS]
-#        DEVICE=cpu GPUS_PER_NODE=2 PP=2 ... tries it without a GPU
+#   MEGATRON_LM=... DATA_PATH=... TOKENIZER_MODEL=... scripts/pretrain_gpt_v_half.sh [FLAGS]
 #
-# Its defaults: PP=8, a 32-layer model of hidden size 4096, 32 microbatches of one sequence of 4096.
-#   SCHEDULE         [v-half] any name or file that --pp-schedule takes; `none` is stock Megatron
-# A run that is started again continues from CHECKPOINT_DIR. SIGTERM to its ranks, or EXIT_MINUTES,
-# saves and ends it between two iterations.
+# scripts/training.sh lists the settings.
 set -euo pipefail
 # shellcheck source=scripts/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-help_or_go "${BASH_SOURCE[0]}" "$@"
-recipe v_half
-one_node "$@"
+PP=${PP:-8} SCHEDULE=${SCHEDULE:-v-half} GLOBAL_BATCH=${GLOBAL_BATCH:-32}
+NUM_LAYERS=${NUM_LAYERS:-32} HIDDEN_SIZE=${HIDDEN_SIZE:-4096} NUM_HEADS=${NUM_HEADS:-32}
+SEQ_LENGTH=${SEQ_LENGTH:-4096} TRAIN_ITERS=${TRAIN_ITERS:-10000}
+train off "$@"

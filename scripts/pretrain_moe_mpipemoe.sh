@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
-# A mixture-of-experts GPT on one node, its MoE layers in chunks (MPipeMoE).
+# A mixture-of-experts GPT, its MoE layers in chunks (MPipeMoE): 32 layers of hidden size 4096, 8
+# experts on 8 ranks of which each token takes 2.
 #
-# Usage: MEGATRON_LM=... CHECKPOINT_DIR=... DATA_PATH=... scripts/pretrain_moe_mpipemoe.sh [FLAGS]
+#   MEGATRON_LM=... DATA_PATH=... TOKENIZER_MODEL=... scripts/pretrain_moe_mpipemoe.sh [FLAGS]
 #
-# Its defaults: PP=1, EP=8, 8 experts of which each token takes 2, 32 layers of hidden size 4096.
-#   NUM_EXPERTS      [8], TOP_K [2]
-#   MOE_CHUNKS       [2] --moe-pipeline-chunks: off, 1, 2, 4, 8
-#   MOE_REUSE        [none] --moe-memory-reuse: none, s0, s1, s2, s3, s4
-#   SCHEDULE         [none] with PP > 1: what --pp-schedule takes; none is stock's 1F1B
+# MOE_CHUNKS [2] is what --moe-pipeline-chunks takes, MOE_REUSE [none] what --moe-memory-reuse takes,
+# NUM_EXPERTS [8], TOP_K [2]. scripts/training.sh lists the other settings.
 set -euo pipefail
 # shellcheck source=scripts/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-help_or_go "${BASH_SOURCE[0]}" "$@"
-recipe mpipemoe
-one_node "$@"
+PP=${PP:-1} EP=${EP:-8} SCHEDULE=${SCHEDULE:-none} GLOBAL_BATCH=${GLOBAL_BATCH:-256}
+NUM_LAYERS=${NUM_LAYERS:-32} HIDDEN_SIZE=${HIDDEN_SIZE:-4096} NUM_HEADS=${NUM_HEADS:-32}
+SEQ_LENGTH=${SEQ_LENGTH:-4096} TRAIN_ITERS=${TRAIN_ITERS:-10000}
+flags=(
+    --num-experts "${NUM_EXPERTS:-8}" --moe-router-topk "${TOP_K:-2}" --moe-aux-loss-coeff 1e-2
+    --moe-token-dispatcher-type alltoall --moe-pipeline-chunks "${MOE_CHUNKS:-2}"
+    --moe-memory-reuse "${MOE_REUSE:-none}"
+)
+# One kernel for all experts of a rank; it is in Transformer Engine.
+if [[ ${DEVICE:-cuda} == cuda ]]; then flags+=(--moe-grouped-gemm); fi
+train "${MOE_CHUNKS:-2}" "${flags[@]}" "$@"

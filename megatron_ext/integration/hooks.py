@@ -19,10 +19,7 @@ from ..releases import NEWEST
 from .errors import ConfigError
 from .targets import Target
 
-_ADVICE = (
-    f"use an unmodified megatron-core {NEWEST.version}, or drop our flags; "
-    "scripts/upgrade_check.sh shows what moved in a version, for a report"
-)
+_ADVICE = f"use an unmodified megatron-core {NEWEST.version}, or drop our flags"
 # Modules that hold nothing of Megatron's, most of those of a process; and ours, which may.
 _NEVER = sys.stdlib_module_names | {"torch", "numpy", "sympy", "mpmath", "triton", "megatron_ext"}
 _TORCH = ("torch.distributed", "torch.distributed.distributed_c10d")  # of which we hook something

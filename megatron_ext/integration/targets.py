@@ -1,7 +1,7 @@
 """Every place of Megatron, torch and trainers on it that we hook, and what each must take.
 
 Where one has moved, its places stand side by side, the newest first; nothing else of the package
-names them. ``scripts/upgrade_check.sh`` and ``megatron-ext doctor`` look for all that features use.
+names them. ``megatron-ext doctor`` looks for all that features use.
 """
 
 from __future__ import annotations

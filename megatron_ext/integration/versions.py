@@ -32,7 +32,7 @@ def untested(version: str) -> str:
         f"megatron-core {version} is newer than what megatron_ext supports, {known()}. Every place "
         "that this run hooks is checked before it trains, and it ends there if one does not fit; "
         "what Megatron computes behind the same names is not checked. "
-        "`megatron-ext doctor` looks for every hook, scripts/upgrade_check.sh shows what moved"
+        "`megatron-ext doctor` looks for every hook"
     )
 
 

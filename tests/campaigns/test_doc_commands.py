@@ -19,7 +19,7 @@ from megatron_ext import cli
 from megatron_ext.integration.flags import FLAGS
 from megatron_ext.releases import TAGS
 from megatron_ext.schedule import generate, simulate
-from tests.campaigns.scripts import agent
+from tests.campaigns import agent
 from tests.support import ROOT, pages
 from tests.support.checkouts import MAIN_TAG, existing, missing
 from tests.support.pages import PAGES, Command, name_of

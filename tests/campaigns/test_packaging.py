@@ -104,7 +104,7 @@ def test_what_they_hold(built: dict[str, Path]) -> None:
     assert f"\nVersion: {__version__}\n" in metadata
     assert "\nRequires-Python: >=3.10\n" in metadata
     extras = set(re.findall(r"Provides-Extra: (\S+)", metadata))
-    assert {"megatron", "torch", "transformer-engine", "docs", "notebook", "dev", "trace"} <= extras
+    assert {"megatron", "torch", "transformer-engine", "docs", "dev", "trace"} <= extras
     needed = re.findall(r"Requires-Dist: (.*)", metadata)
     assert needed and all("extra ==" in line for line in needed), "no extra, no dependency"
 

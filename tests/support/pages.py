@@ -67,7 +67,7 @@ NOT_RUN = {
     r"torchrun --nproc-per-node \d+ Megatron-LM/pretrain_gpt.py": "needs GPUs; the launcher's line "
     "beside it runs with the same flags",
     r"megatron-ext \w+ .*…": "a pattern: the user's own flags belong there",
-    r"DEVICE=cpu .*scripts/sweep_schedules.sh": "tests/campaigns/scripts runs the sweep",
+    r"DEVICE=cpu .*scripts/sweep_schedules.sh": "tests/campaigns/test_scripts.py runs the sweep",
     r"torchrun .*(…|<your usual flags>)": "a pattern: the user's own flags belong there",
     r'torchrun --nproc-per-node 4 \S+ megatron_ext.launch .* "\$\{FLAGS\[@\]\}"$': "run by a test "
     "of its own, with torchrun itself",
@@ -80,14 +80,13 @@ NOT_RUN = {
     r"megatron-ext prove": "takes a minute; tests/checkout/test_prove.py runs it",
     r"python -m tests\.campaigns\.faults": "takes minutes; "
     "tests/ranks/runtime/test_faults.py is its short form",
-    r"scripts/upgrade_check\.sh": "needs a network; tests/campaigns/scripts has its decisions",
     r"python -m tests\.campaigns\.(fuzz|random_equivalence)": "runs as long "
     "as asked; tests/unit/fuzz and test_random_cases.py are shorter",
     r"make (lint|test-fast|test)": "scripts/test.sh runs the same",
     r"make (docs|reference)": "needs a package index, or torch; tests compare the reference pages",
     r"pre-commit install": "changes the hooks of this clone",
     r"export (MEGATRON_LM|DATA_PATH|CONTAINER_IMAGE)=": "of a cluster's file system",
-    r"(LAUNCH=srun TP=2 )?sbatch ": "needs a cluster; tests/campaigns/scripts runs the jobs",
+    r"sbatch ": "needs a cluster; tests/campaigns/test_scripts.py has a stand-in",
 }
 
 
