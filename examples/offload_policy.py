@@ -1,74 +1,90 @@
-"""Offload activations by a policy of your own: which tensors stay on the device.
+"""Run it with: torchrun --nproc-per-node 2 examples/offload_policy.py
 
-    torchrun --nproc-per-node 2 examples/offload_policy.py
-
-The schedule decides which activation sets are in the host's memory between their forward and
-backward pass; a policy decides about each tensor in them. Gradients stay the same bit for bit.
+The schedule decides which activation sets are on the host until their backward pass; a policy says
+which tensors of a set stay on the device. Losses and weights stay those without offload.
 """
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
-import tiny  # before Megatron: it prepares the CPU
+from megatron_ext import cpu
+
+cpu.install()  # CPU ranks, before Megatron is imported; on GPUs leave this line out
+
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_ext
-from train_v_half import CHUNKS, PP, train
+
+SEQUENCE, VOCAB, MICROBATCHES, STEPS = 64, 128, 8, 3
+SIZES = {"num_microbatches": MICROBATCHES, "seq_length": SEQUENCE, "micro_batch_size": 2}
+FUSIONS = ("masked_softmax_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion")
 
 
-def keep_everything(saved: Any) -> bool:
-    """Offload nothing: the memory to compare with."""
-    return True
+def keep_odd_layers(saved: Any) -> bool:
+    """Whether ``saved.tensor``, saved for backward in the module ``saved.module``, stays."""
+    return ".layers.1." in saved.module or ".layers.3." in saved.module
 
 
-def keep_last_layer(saved: Any) -> bool:
-    """Keep the last of a chunk's two layers, which backward needs first; offload the other.
-
-    Args:
-        saved: ``saved.tensor`` is what autograd saves, ``saved.module`` the name of the module that
-            is running, such as ``decoder.layers.1.self_attention.linear_qkv``.
-    """
-    return ".layers.1." in f".{saved.module}."
-
-
-def run(policy: str, plain: tiny.Plain) -> list[dict[str, Any]]:
-    """Train under V-Half and ``policy``, compare; what each rank's trace says about offload."""
-    traces = tiny.folder()
-    megatron_ext.enable(
-        schedule="v-half",
-        offload="full",
-        offload_policy=policy,
-        # Given, not measured, so that all runs have one plan: a copy takes a quarter of its passes.
-        offload_time="0.25",
-        offload_transfer="dual",
-        trace=str(traces),
-    )
-    tiny.say(f"policy {policy}:")
-    train(PP, CHUNKS, plain.initial).require_equal(plain)
-    megatron_ext.disable()
-    parallel_state.destroy_model_parallel()
-    return [line["offload"] for line in tiny.traced(traces)]
+def model() -> GPTModel:
+    """This rank's half of the model."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(rank)
+    model_parallel_cuda_manual_seed(1)
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
+    pipeline = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    numerics = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
+    no_fusions = dict.fromkeys(FUSIONS, False)  # they are for GPUs
+    config = TransformerConfig(**sizes, **pipeline, **numerics, **no_fusions)
+    ends = {"pre_process": rank == 0, "post_process": rank == 1}
+    spec, untied = get_gpt_layer_local_spec(), {"share_embeddings_and_output_weights": False}
+    return GPTModel(config, spec, VOCAB, SEQUENCE, **ends, **untied)
 
 
-def main() -> None:
-    """Keep everything, nothing, and the last layer."""
-    plain = tiny.Plain()
-    module = "offload_policy"  # this file; of a package, package.module
-    kept = run(f"{module}:keep_everything", plain)
-    offloaded = run("all", plain)
-    own = run(f"{module}:keep_last_layer", plain)
-    for rank, (most, least, ours) in enumerate(zip(kept, offloaded, own)):
-        device = [line["peak_device_bytes"] / 2**20 for line in (most, ours, least)]
-        moved = [line["bytes_to_host"] / 2**20 for line in (ours, least)]
-        tiny.require(
-            f"rank {rank}: activations on the device at most {device[0]:.1f} MiB if all stay, "
-            f"{device[1]:.1f} by the own policy, {device[2]:.1f} if all that can go goes; "
-            f"{moved[0]:.0f} of {moved[1]:.0f} MiB were copied to the host",
-            device[2] < device[1] < device[0] and moved[0] < moved[1],
+def batch(step: int) -> Iterator[torch.Tensor]:
+    """Tokens and the label of the last one, (2, SEQUENCE + 1), of every microbatch."""
+    draw = torch.Generator().manual_seed(step)
+    for _ in range(MICROBATCHES):
+        yield torch.randint(VOCAB, (2, SEQUENCE + 1), generator=draw)
+
+
+def forward_step(data: Iterator[torch.Tensor], part: GPTModel) -> tuple:
+    """One microbatch through this rank's stage, and the function of its loss."""
+    text = next(data)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    output = part(text[:, :-1], torch.arange(SEQUENCE).expand(2, -1), mask, labels=text[:, 1:])
+    return output, lambda losses: (losses.mean(), losses.detach().mean())
+
+
+def train() -> list[torch.Tensor]:
+    """Losses (on the last rank) and weights after three steps."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    part, losses = model(), []
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses += get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=batch(step), model=part, **SIZES
         )
-    counted = [(line["peak_device_bytes"], line["planned_device_bytes"]) for line in own]
-    tiny.require("device bytes are those of the plan", all(a == b for a, b in counted))
-    tiny.finish()
+        optimizer.step()
+    parallel_state.destroy_model_parallel()
+    return [*losses, *part.parameters()]
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    stock = train()
+    policy = "offload_policy:keep_odd_layers"
+    megatron_ext.enable(schedule="zb-h1", offload="full", offload_policy=policy)
+    ours = train()
+    equal = all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+    print(f"rank {dist.get_rank()}: {len(ours)} losses and weights equal bit for bit: {equal}")
+    dist.destroy_process_group()
+    sys.exit(not equal)
