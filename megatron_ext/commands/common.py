@@ -68,7 +68,7 @@ def offloads(args: argparse.Namespace) -> bool:
 def is_file(name: str) -> bool:
     """True if ``--schedule`` names a file, not a generator."""
     return name not in KNOWN and (
-        name == "-" or name.endswith((".json", ".csv")) or os.sep in name or Path(name).is_file()
+        name == "-" or name.endswith(".json") or os.sep in name or Path(name).is_file()
     )
 
 

@@ -7,7 +7,7 @@ import json
 import time
 
 from .._terminal import Progress
-from ..schedule import lower, save
+from ..schedule import save
 from .common import (
     JSON,
     InputError,
@@ -31,9 +31,7 @@ def declare(parser: Parser) -> None:
 
 _OWN = Options(
     {
-        "--output FILE": "FILE.json, or FILE.csv for torch.distributed.pipelining's form (compute "
-        "actions, no costs)",
-        "--lowered": "include the transfers between ranks and to the host",
+        "--output FILE": "FILE.json",
         **JSON.help,
     },
     required=("--output",),
@@ -41,25 +39,12 @@ _OWN = Options(
 
 
 def _write_schedule(args: argparse.Namespace) -> None:
-    if offloads(args) and not args.lowered:
-        raise InputError(
-            f"--offload {args.offload} needs --lowered too: without it the file holds compute "
-            "actions only"
-        )
-    if not args.output.endswith((".json", ".csv")):
-        raise InputError(f"--output {args.output}: the suffix gives the form; use .json or .csv")
-    if args.lowered and args.output.endswith(".csv"):
-        raise InputError(
-            f"--output {args.output}: torch's CSV compute form has no transfers; "
-            "leave --lowered out, or write a .json"
-        )
     if args.schedule is None:
         raise InputError("the following arguments are required: --schedule")
     started = time.perf_counter()
     with Progress("schedule") as progress:
         progress(f"making {args.schedule}")
-        schedule = schedule_of(args)
-        schedule = lower(schedule) if args.lowered else schedule.compute()
+        schedule = schedule_of(args).unlowered()
     taken = time.perf_counter() - started
     with output(args.output) as path:
         save(schedule, path)

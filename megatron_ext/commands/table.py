@@ -31,10 +31,7 @@ COMMANDS = {
     ),
     "schedule": Command(
         "write a schedule file",
-        (
-            "--schedule v-half --pp 4 --microbatches 8 --output v-half.json",
-            "--schedule zb-h1 --pp 4 --microbatches 8 --output zb-h1.csv",
-        ),
+        ("--schedule v-half --pp 4 --microbatches 8 --output v-half.json",),
     ),
     "compare": Command(
         "compare every schedule, and schedule files",

@@ -1,37 +1,20 @@
-"""Schedule files: JSON (``megatron-ext-schedule/1``), and the CSV of torch.distributed.pipelining.
-
-The CSV has one row a rank and one cell an action: stage, letter, microbatch, as in ``0F0``. F is a
-forward pass, I an input-gradient backward (here B), W a weight-gradient one, B a whole backward
-(here BW), ``(0F3;7B1)OVERLAP_F_B`` a joint action; an empty cell is idle. Torch's loader is
-``PipelineScheduleMulti._load_csv`` (seen in torch 2.15); there column t of all rows is one time
-step, at the end of which neighbours exchange. The form keeps no costs and no name.
-"""
+"""Schedule files: JSON, ``megatron-ext-schedule/1``."""
 
 from __future__ import annotations
 
-import csv
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .._input import fraction, only_known, parse_json, read_text, shown, whole
-from .actions import Action, AnyAction, Joint, Op, parse
-from .costs import Costs, Durations
+from .actions import parse
+from .costs import Costs
 from .link import Link
 from .placement import Placement
 from .schedule import FILE_FORMAT, Arrangement, Schedule, ScheduleError
-from .simulate import run_times
 from .units import check_slices, units_of
 from .vocabulary import BARRIERS
 
-_LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
-_OPS = {letter: op for op, letter in _LETTERS.items()}
-_CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)
-_JOINT = re.compile(r"\((\d{1,9}F\d{1,9});(\d{1,9}[IB]\d{1,9})\)OVERLAP_F_B", re.ASCII)
-_OTHER = re.compile(r"\d+[A-Z_]{2,}\d*|\(.*\).*")  # what torch's other forms hold
-_EXPECTED = "expected stage, F, I, W or B, microbatch, e.g. 0F0, or nothing for idle"
 _LONGEST_NAME = 200
 _FIELDS = (
     *("format", "name", "pp", "chunks", "microbatches", "placement", "cost", "offload"),
@@ -39,22 +22,8 @@ _FIELDS = (
 )
 
 
-def is_csv(path: str | Path) -> bool:
-    """True if a schedule file is in torch.distributed.pipelining's form, by its suffix."""
-    return Path(path).suffix.lower() == ".csv"
-
-
 def save(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule file, one rank's list a line, so that a diff can be read.
-
-    A path that ends in ``.csv`` gets torch's form: no costs, no transfers.
-
-    Raises:
-        ScheduleError: the path ends in ``.csv`` and the schedule has no such form.
-    """
-    if is_csv(path):
-        Path(path).write_text(to_csv(schedule), encoding="utf-8")
-        return
+    """Write a schedule file, one rank's list a line, so that a diff can be read."""
     body = schedule.to_json()
     ranks = ",\n  ".join(json.dumps(row) for row in body.pop("ranks"))
     head = ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in body.items())
@@ -62,31 +31,30 @@ def save(schedule: Schedule, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Schedule:
-    """Read a schedule file; one that ends in ``.csv`` in torch's form.
+    """Read a schedule file.
 
     Raises:
-        ScheduleError: it cannot be read, is not JSON or CSV, or is not a schedule.
+        ScheduleError: it cannot be read, is not JSON, or is not a schedule.
     """
     try:
-        # -sig: spreadsheets begin what they save with a byte order mark.
-        text = read_text(path, "utf-8-sig")
+        text = read_text(path)
     except OSError as error:
         raise ScheduleError(f"cannot read schedule file {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ScheduleError(f"schedule file {path} is not text: {error}") from None
     except ValueError as error:
         raise ScheduleError(f"schedule file {path}: {error}") from None
-    return read(text, path, csv_form=is_csv(path))
+    return read(text, path)
 
 
-def read(text: str, path: str | Path, *, csv_form: bool = False) -> Schedule:
-    """The schedule in a file's text; ``csv_form``: in torch's form.
+def read(text: str, path: str | Path) -> Schedule:
+    """The schedule in a file's text.
 
     Raises:
         ScheduleError: as ``load``; the text names ``path``.
     """
     try:
-        return from_csv(text) if csv_form else from_json(parse_json(text))
+        return from_json(parse_json(text))
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     except ValueError as error:
@@ -179,118 +147,3 @@ def _name(value: object) -> str:
             f"{shown(value)}"
         )
     return value
-
-
-def to_csv(schedule: Schedule) -> str:
-    """The schedule in torch's form, one row a rank, all rows of equal length.
-
-    Every action stands in the first column in which its inputs of earlier columns let it, which is
-    what torch's step-by-step executor needs.
-
-    Raises:
-        ScheduleError: the schedule is lowered, or its order cannot progress.
-    """
-    if schedule.is_lowered or schedule.has_offload:
-        raise ScheduleError(
-            "torch's CSV compute form has no transfers or offloads, but the schedule is lowered; "
-            "write its compute actions only"
-        )
-    schedule.require_whole("torch's CSV compute form")
-    if schedule.barriers:
-        raise ScheduleError("torch's CSV compute form has no vocabulary passes; write a .json")
-    n = schedule.placement.num_stages
-    # Every pass one column; a BW is a B and a W, so where both are used it has two.
-    ones = (1,) * n
-    start, end = run_times(
-        schedule, Durations(ones, ones, (int(schedule.splits_backward),) * n, 0, 1)
-    )
-    width = max((row[-1] for row in end if row), default=0)
-    lines = []
-    for row, columns in zip(schedule.ranks, start):
-        cells = [""] * width
-        for action, column in zip(row, columns):
-            parts = [f"{part.stage}{_LETTERS[part.op]}{part.microbatch}" for part in action.parts]  # type: ignore[index]
-            cells[column] = parts[0] if len(parts) == 1 else f"({';'.join(parts)})OVERLAP_F_B"
-        lines.append(",".join(cells))
-    return "\n".join(lines) + "\n"
-
-
-def from_csv(text: str) -> Schedule:
-    """Reverse of ``to_csv``; any CSV of torch's compute form will do.
-
-    Ranks, chunks, placement and microbatches follow from the cells. The order may be one that
-    cannot run: see ``check``.
-
-    Raises:
-        ScheduleError: a cell is no compute action, or the stages do not fit together; rows and
-            columns are counted from 1.
-    """
-    rows: list[list[AnyAction]] = []
-    owner: dict[int, int] = {}
-    seen: dict[Action, tuple[int, int]] = {}
-    for number, row in enumerate(_cells(text), 1):
-        rows.append([])
-        for column, cell in enumerate(row, 1):
-            if not cell.strip():
-                continue
-            where = f"row {number}, column {column}, cell {shown(cell.strip())}"
-            action = _action(cell.strip(), where)
-            rows[-1].append(action)
-            for part in action.parts:
-                if owner.setdefault(part.stage, number) != number:
-                    raise ScheduleError(
-                        f"{where}: stage {part.stage} is also in row {owner[part.stage]}, but a "
-                        "stage lies on one rank, which is one row"
-                    )
-                if part in seen:
-                    first = "row {}, column {}".format(*seen[part])
-                    raise ScheduleError(f"{where}: the same pass stands in {first} already")
-                seen[part] = number, column
-    if not seen:
-        raise ScheduleError(f"the file holds no action; {_EXPECTED}")
-    microbatches = 1 + max(action.microbatch for action in seen)
-    ranks = tuple(tuple(row) for row in rows)
-    return Schedule("file", _placement(owner, len(rows)), microbatches, ranks)
-
-
-def _cells(text: str) -> Iterator[list[str]]:
-    """Cells row by row, without empty lines at the end."""
-    try:
-        yield from csv.reader(text.rstrip().splitlines())
-    except csv.Error as error:
-        raise ScheduleError(f"not CSV: {error}") from None
-
-
-def _action(cell: str, where: str) -> AnyAction:
-    if _CELL.fullmatch(cell):
-        return _pass(cell)
-    joint = _JOINT.fullmatch(cell)
-    if joint is not None:
-        return Joint(_pass(joint[1]), _pass(joint[2]))
-    if _OTHER.fullmatch(cell):
-        raise ScheduleError(
-            f"{where}: only compute actions can be imported, and overlapped pairs as "
-            f"(0F3;7B1)OVERLAP_F_B; {_EXPECTED}"
-        )
-    raise ScheduleError(f"{where}: {_EXPECTED}")
-
-
-def _pass(cell: str) -> Action:
-    match = _CELL.fullmatch(cell)
-    assert match is not None
-    return Action(_OPS[match[2]], int(match[1]), int(match[3]))
-
-
-def _placement(owner: dict[int, int], pp: int) -> Placement:
-    """The placement in which ``owner[stage]`` is the row, from 1, of each stage."""
-    gap = next((stage for stage in range(len(owner)) if stage not in owner), None)
-    if gap is not None:
-        raise ScheduleError(f"no row holds stage {gap}, but stages go up to {max(owner)}")
-    held = [sorted(stage for stage, row in owner.items() if row == r) for r in range(1, pp + 1)]
-    for number, stages in enumerate(held, 1):
-        if len(stages) != len(held[0]):
-            raise ScheduleError(
-                f"row {number} holds {len(stages)} stages {shown(stages)}, but row 1 holds "
-                f"{len(held[0])} {shown(held[0])}; every rank needs equally many"
-            )
-    return Placement(held)

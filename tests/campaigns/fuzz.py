@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Feeds damaged and hostile input to everything that reads a user's files and flags.
 
-    python -m tests.campaigns.fuzz --seconds 600 [--seed 1] [--targets schedule,csv] [--json FILE]
+    python -m tests.campaigns.fuzz --seconds 600 [--seed 1] [--targets schedule,flags] [--json FILE]
     python -m tests.campaigns.fuzz --seconds 600 --coverage CORPUS    # needs atheris
 
 Without ``--coverage`` inputs are mutated at random, the same ones for the same seed. With it

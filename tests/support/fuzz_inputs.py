@@ -35,7 +35,7 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule.costs import with_stage_file
 from megatron_ext.schedule.generators import MOST_SETS
-from megatron_ext.schedule.io import from_json, load, to_csv
+from megatron_ext.schedule.io import from_json, load
 from megatron_ext.schedule.memory_cap import cap_sets, parse_cap
 from megatron_ext.view import recorded
 
@@ -121,10 +121,6 @@ def _schedule(path: str) -> None:
 
 def _json(data: bytes) -> None:
     _schedule(_file("schedule.json", data))
-
-
-def _csv(data: bytes) -> None:
-    _schedule(_file("schedule.csv", data))
 
 
 def _stage_costs(data: bytes) -> None:
@@ -253,7 +249,6 @@ def bare_targets() -> dict[str, Target]:
     flags += ("line\n--pp 2 --microbatches 3 --group-size 1", "layout\nE(t*2)*2|tttt,L")
     found = [
         Target("schedule", tuple(_bytes(order.to_json()) for order in orders), _json),
-        Target("csv", tuple(to_csv(o.compute()).encode() for o in orders), _csv),
         Target("stage-costs", (_bytes({"stages": [[1, 2, 0.5]] * 4}),), _stage_costs),
         Target("profile", (_bytes(profile),), _profile),
         Target("moe-costs", (costs.dump().encode(),), _moe_costs),

@@ -15,14 +15,12 @@ from megatron_ext.schedule.placement import Placement
 from .conftest import options
 
 
-@pytest.mark.parametrize("lowered", [False, True])
-def test_schedule_file_round_trip(run, tmp_path, lowered):
+def test_schedule_file_round_trip(run, tmp_path):
     path = tmp_path / "z.json"
     argv = ["schedule", *options("zb-h1", 4, 6), "--hop", "0.1", "--output", path]
-    status, out, _ = run(*argv, *(["--lowered"] if lowered else []))
+    status, out, _ = run(*argv)
     assert status == 0
-    assert out.startswith(f"{path}: zb-h1, pp 4, {144 if lowered else 72} actions")
-    assert load(path).is_lowered is lowered
+    assert out.startswith(f"{path}: zb-h1, pp 4, 72 actions")
     assert load(path).compute().ranks == generate("zb-h1", 4, 6).ranks
     plain = json.loads(run("simulate", *options("zb-h1", 4, 6), "--hop", "0.1", "--json")[1])
     loaded = json.loads(run("simulate", "--schedule", path, "--json")[1])
@@ -78,27 +76,6 @@ def test_forward_only_file(run, file_of):
     path = file_of(forward_only(Placement.loop(2), 3))
     assert run("simulate", "--schedule", path)[0] == 0
     assert "F0 F1 F2" in run("show", path)[1]
-
-
-def test_csv_files(run, tmp_path):
-    """A schedule in torch's form is one wherever a file is read; it keeps no costs."""
-    path = tmp_path / "s.csv"
-    argv = [*options("v-half", 4, 8), "--cost", "1,1.2,0.8", "--output", path]
-    assert run("schedule", *argv)[1] == f"{path}: v-half, pp 4, 192 actions\n"
-    assert load(path).ranks == generate("v-half", 4, 8, costs=Costs.of(1, 1.2, 0.8)).ranks
-    assert run("show", path)[1].startswith("file (planned): pp 4, chunks 2")
-    loaded = json.loads(run("simulate", "--schedule", path, "--json", "--cost", "1,1.2,0.8")[1])
-    made = json.loads(run("simulate", *argv[:-2], "--json")[1])
-    changed = {"schedule": "file", "generation_seconds": 0}
-    assert loaded | changed == made | changed
-    status, _, err = run("schedule", *argv, "--lowered")
-    assert status == 2
-    assert "CSV compute form has no transfers; leave --lowered out" in err
-    path.write_text("0F0,0B0\n1F0,1B\n")
-    for argv in (["show", path], ["simulate", "--schedule", path]):
-        status, _, err = run(*argv)
-        assert status == 2
-        assert f"{path}: row 2, column 2, cell '1B': expected stage" in err
 
 
 def test_damaged_files(run, tmp_path):

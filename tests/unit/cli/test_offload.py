@@ -34,13 +34,13 @@ def test_offload_table(run):
 
 def test_offload_goes_into_the_file(run, tmp_path):
     path = tmp_path / "s.json"
-    made = run("schedule", *options("v-half", 4, 8), *OFFLOAD, "--lowered", "--output", path)
+    made = run("schedule", *options("v-half", 4, 8), *OFFLOAD, "--output", path)
     assert made[0] == 0
     data = json.loads(path.read_text())
     assert data["offload"]["transfer"] == "single"
     assert data["offload"]["to_host"] == data["offload"]["to_device"] == [0.25] * 4
     ops = {text.rstrip("0123456789.") for row in data["ranks"] for text in row}
-    assert {"OFFLOAD", "RELEASE", "PREPARE", "RELOAD", "SEND_F", "F", "B", "W"} <= ops
+    assert {"OFFLOAD", "RELEASE", "PREPARE", "RELOAD", "F", "B", "W"} <= ops
     ours = json.loads(run("simulate", *options("v-half", 4, 8), *OFFLOAD, "--json")[1])
     theirs = json.loads(run("simulate", "--schedule", path, "--json")[1])
     for field in ("makespan", "peak_activation", "peak_host_activation", "offloaded_sets"):

@@ -24,7 +24,7 @@ def test_offload_beside_them(run, tmp_path):
     assert data["offloaded_sets"] > 0
     assert data["makespan"] == alone["makespan"] + data["offload_stall"]
     path = tmp_path / "s.json"
-    assert run("schedule", *argv, *OFFLOAD, "--lowered", "--output", path)[0] == 0
+    assert run("schedule", *argv, *OFFLOAD, "--output", path)[0] == 0
     again = answer(run, "simulate", "--schedule", path)
     assert again["makespan"] == data["makespan"]
     # Of a file with vocabulary passes too.

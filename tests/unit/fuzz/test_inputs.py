@@ -37,7 +37,7 @@ from tests.support.fuzz_inputs import Fault, Target, bare_targets, feed, sentenc
 from tests.support.waiting import PATIENCE
 
 TARGETS = bare_targets()
-JSON = [name for name in TARGETS if name not in ("csv", "traces", "flags", "pickle")]
+JSON = [name for name in TARGETS if name not in ("traces", "flags", "pickle")]
 
 
 @pytest.mark.parametrize("name", JSON)
@@ -56,15 +56,13 @@ def test_mutations(name: str) -> None:
 
 
 @FAST
-@given(
-    st.sampled_from(NAMES), st.integers(2, 5), st.integers(1, 7), st.sampled_from(["json", "csv"])
-)
-def test_files_hold_the_schedule(name: str, pp: int, m: int, suffix: str) -> None:
+@given(st.sampled_from(NAMES), st.integers(2, 5), st.integers(1, 7))
+def test_files_hold_the_schedule(name: str, pp: int, m: int) -> None:
     import tempfile
 
     schedule = generate(name, pp, m)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"schedule.{suffix}")
+        path = Path(folder, "schedule.json")
         save(schedule, path)
         again = load(path)
     assert again.ranks == schedule.ranks
@@ -102,13 +100,6 @@ def test_huge_claims_cost_nothing(read: Callable[[str], Any], text: str, tmp_pat
         tracemalloc.stop()
     sentence(str(error.value))
     assert used < 8 << 20
-
-
-def test_csv_with_a_far_microbatch(tmp_path: Path) -> None:
-    path = tmp_path / "far.csv"
-    path.write_text("0F0,0F999999999\n1F0,1F999999999\n")
-    with pytest.raises(ScheduleError, match=r"F0\.1 is missing"):
-        check(load(path), forward_only=True)
 
 
 def test_endless_files_are_read_to_the_limit() -> None:
@@ -195,7 +186,7 @@ def test_the_long_run(tmp_path: Path, repo_root: Path) -> None:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "tests.campaigns.fuzz"),
-                *("--inputs", "100", "--targets", "csv,flags"),
+                *("--inputs", "100", "--targets", "schedule,flags"),
                 *("--faults", str(tmp_path / "faults"), "--json", str(result)),
             ],
             cwd=repo_root,

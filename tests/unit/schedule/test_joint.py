@@ -22,7 +22,7 @@ from megatron_ext.schedule import (
     simulate,
 )
 from megatron_ext.schedule.actions import parse
-from megatron_ext.schedule.io import from_csv, from_json, load, save, to_csv
+from megatron_ext.schedule.io import from_json, load, save
 from megatron_ext.view import page, svg, text, trace
 from megatron_ext.view.timeline import measured, planned
 
@@ -56,17 +56,11 @@ class TestText:
             parse(bad)
 
     def test_files_keep_them(self, tmp_path) -> None:
-        for name in ("s.json", "s.csv"):
-            save(GOOD, tmp_path / name)
-            assert load(tmp_path / name).ranks == GOOD.ranks
+        save(GOOD, tmp_path / "s.json")
+        assert load(tmp_path / "s.json").ranks == GOOD.ranks
         assert from_json(GOOD.to_json()).fingerprint() == GOOD.fingerprint()
         serial = [[part for a in row for part in a.parts] for row in GOOD.ranks]
         assert GOOD.fingerprint() != GOOD.with_ranks(serial).fingerprint()
-
-    def test_torchs_csv(self) -> None:
-        assert "(0F2;0B0)OVERLAP_F_B" in to_csv(GOOD)
-        cells = "0F0,0F1,(0F2;0I0)OVERLAP_F_B,0W0\n"
-        assert " ".join(map(str, from_csv(cells).ranks[0])) == "F0.0 F0.1 F0.2+B0.0 W0.0"
 
 
 class TestSimulation:

@@ -324,7 +324,7 @@ def _facts(file: Schedule | None) -> dict[str, Any]:
 def _load(path: str) -> Schedule:
     """A checked schedule file."""
     names = (*NAMES, AUTO)
-    is_file = path.endswith((".json", ".csv")) or "/" in path
+    is_file = path.endswith(".json") or "/" in path
     NAMED.require(is_file, name=path, names=", ".join(names), meant=meant(path, names))
     with named_errors("--pp-schedule", ScheduleError):
         schedule = load(path).unlowered()

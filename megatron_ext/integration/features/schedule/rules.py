@@ -130,7 +130,7 @@ COUNT = Rule(
     "generate it with --microbatches {asked}",
 )
 NAMED = Rule(
-    "--pp-schedule needs one of {names}, or a file's path (*.json or *.csv, from `megatron-ext "
+    "--pp-schedule needs one of {names}, or a file's path (*.json, from `megatron-ext "
     "schedule --output`)",
     "{name!r} is not known",
     "give one of them{meant}",
