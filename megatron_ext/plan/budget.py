@@ -31,15 +31,12 @@ class Budget:
         size: bytes per rank.
         splits: layers of every stage, for a number of stages.
         profile: measured bytes in place of estimated ones.
-        sets_grow: orders are made for sets that are larger between B and W; not in the planner,
-            which gives its orders by a cap in sets.
     """
 
     job: Job
     size: int
     splits: Splits
     profile: Profile | None = None
-    sets_grow: bool = False
 
     def at(self, stages: int) -> Budget:
         return replace(self, splits={stages: self.splits(stages)}.__getitem__)

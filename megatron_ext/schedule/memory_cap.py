@@ -8,8 +8,6 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from .._input import fraction, shown
-from .actions import Op
-from .effects import DEVICE, peak, steps
 from .placement import Placement
 from .schedule import Schedule
 
@@ -18,10 +16,6 @@ NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
 
 class Cap(Protocol):
     """A limit on the device memory of every rank; ``plan.budget.Budget`` has it in bytes."""
-
-    @property
-    def sets_grow(self) -> bool:
-        """True if orders are made for sets that are larger between B and W than before B."""
 
     def at(self, stages: int) -> Cap:
         """The same for so many stages alone, which another process can be sent."""
@@ -68,19 +62,12 @@ class ShareCap:
     Attributes:
         share: of 1F1B's peak, which is pp microbatches or pp * chunks activation sets; also in
             steps with fewer, so that a run's cap does not change with its batch.
-        growth: bytes of a set between B and W, as a multiple of its bytes between F and B; 1F1B has
-            no such sets, so with it ``share`` is one of bytes.
-        in_bytes: it stands for a cap in bytes, as the number of sets that fit in it: orders are
-            made for sets that grow, but ``share`` is of sets.
+        growth: bytes of a set between B and W, as a multiple of its bytes between F and B, at least
+            1: so much counts a set of a schedule that splits B and W.
     """
 
     share: Fraction
     growth: Fraction = Fraction(1)
-    in_bytes: bool = False
-
-    @property
-    def sets_grow(self) -> bool:
-        return self.in_bytes or self.growth > 1
 
     def at(self, stages: int) -> ShareCap:
         return self
@@ -104,14 +91,8 @@ class ShareCap:
         return cap_sets(self.share, placement.pp, placement.chunks)
 
     def needed(self, schedule: Schedule) -> Fraction:
-        if self.growth == 1 or not schedule.splits_backward:
-            return max(schedule.peak_activation())
-        top, bottom = self.growth.as_integer_ratio()
-        table = {op: change * bottom for op, change in DEVICE.items()}
-        table |= {Op.B: top - bottom, Op.W: -top}
-        costs, whole = schedule.unit_costs() if schedule.has_units else (None, 1)
-        held = max(peak(steps(row, table, costs)) for row in schedule.ranks)
-        return Fraction(held, bottom * schedule.chunks * whole)
+        counted = self.growth if schedule.splits_backward else 1
+        return max(schedule.peak_activation()) * counted
 
     def fits(self, schedule: Schedule) -> bool:
         return self.needed(schedule) * schedule.chunks <= (
@@ -123,7 +104,7 @@ class ShareCap:
 
     def detail(self, schedule: Schedule) -> str:
         counts = self.growth > 1 and schedule.splits_backward
-        more = f" (a set counts {number_text(self.growth)} between B and W)" if counts else ""
+        more = f" (a set counts {number_text(self.growth)}, as between B and W)" if counts else ""
         return f"peak {number_text(self.needed(schedule))}{more}"
 
     def taken(self, schedule: Schedule) -> str:

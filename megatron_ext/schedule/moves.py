@@ -5,10 +5,9 @@ A move costs a few tasks' times, not those of the whole order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, pairwise
 from math import log
 
 from .engine import Rows, replay
@@ -19,7 +18,6 @@ _CRITICAL = 0.8  # how often a task of a critical path is looked for
 _LOOKS = 3  # tasks drawn until one is on a critical path
 _TIMES = 4  # work: changed times that cost as much as to place a task, or to try a move
 
-Room = Sequence[int]  # by what a rank holds, how much of it may be between B and W
 Random = Callable[[], float]  # a number from 0 to 1
 
 
@@ -41,45 +39,6 @@ def anneal(order: Order, work: int, heat: float, enough: Fraction | int, random:
     return order.best
 
 
-def states(tasks: Tasks, rows: Rows) -> Iterator[tuple[int, int]]:
-    """What each rank holds after every task, and how much of it is between B and W."""
-    grown = tasks.growing()
-    for row in rows:
-        held = accumulate(tasks.take[task] - tasks.give[task] for task in row)
-        yield from zip(held, accumulate(grown[task] for task in row))
-
-
-def fits(tasks: Tasks, rows: Rows, room: Room) -> bool:
-    """True if no rank has more between B and W than in ``room``."""
-    return all(grown <= room[held] for held, grown in states(tasks, rows))
-
-
-def room_of(found: Iterable[tuple[int, int]], cap: int) -> Room:
-    """By what a rank holds, how much of it may be between B and W, -1 for no such number, so that
-    it takes no more bytes than the rank with most in ``found``.
-
-    If a set between B and W counts g, a rank with n sets, k of them such, takes n + (g - 1) k. What
-    lies under the upper hull of all (n, k) takes no more than the peak of all, for every g.
-    """
-    most = [-1] * (cap + 1)
-    for held, grown in found:
-        most[held] = max(most[held], grown)
-    most = list(accumulate(reversed(most), max))[::-1]
-    hull: list[tuple[int, int]] = []
-    for n, k in enumerate(most):
-        while len(hull) > 1 and k >= 0:
-            (n1, k1), (n2, k2) = hull[-2:]
-            if (k2 - k1) * (n - n1) > (k - k1) * (n2 - n1):
-                break
-            hull.pop()
-        if k >= 0:
-            hull.append((n, k))
-    for (n1, k1), (n2, k2) in pairwise(hull):
-        for n in range(n1, n2):
-            most[n] = (k1 * (n2 - n) + k2 * (n - n1)) // (n2 - n1)
-    return most
-
-
 class Order:
     """An order under memory caps that changes by one task at a time.
 
@@ -91,7 +50,6 @@ class Order:
         tasks: the table.
         rows: to begin with; all tasks.
         caps: of every rank, in the unit of the table's sizes.
-        room: of every rank (``room_of``); None: no limit but the cap.
 
     Attributes:
         time: of the present order.
@@ -99,12 +57,10 @@ class Order:
         work: times changed, and moves tried.
     """
 
-    def __init__(
-        self, tasks: Tasks, rows: Rows, caps: Sequence[int], room: Room | None = None
-    ) -> None:
+    def __init__(self, tasks: Tasks, rows: Rows, caps: Sequence[int]) -> None:
         self._tasks = tasks
         self._fixed = _Fixed(tasks)
-        self._memory = _Memory(tasks, caps, room)
+        self._memory = _Memory(tasks, caps)
         size = len(tasks.rank)
         # A slot more for each rank stands before its first and after its last task.
         self._previous, self._next = ([0] * (size + len(rows)) for _ in range(2))
@@ -178,8 +134,6 @@ class Order:
         else:
             around, early = (before[passed[-1]], after[here]), passed[::-1]
             seq, old = [here, *early], [*early, here]
-        if not self._memory.fits(around[0], seq):
-            return False
         if not self._accepted(old, seq, around, limit, passed if far >= 0 else [here]):
             return False
         self._memory.note(around[0], seq)
@@ -361,24 +315,21 @@ class _Memory:
     Args:
         tasks: the table.
         caps: of every rank.
-        room: of every rank (``room_of``); None: no limit but the cap.
     """
 
-    def __init__(self, tasks: Tasks, caps: Sequence[int], room: Room | None) -> None:
-        self._room, ranks = room, [0] * len(caps)
+    def __init__(self, tasks: Tasks, caps: Sequence[int]) -> None:
+        ranks = [0] * len(caps)
         self._take = tasks.take + ranks
         self._net = [take - give for take, give in zip(tasks.take, tasks.give)] + ranks
-        self._grows = tasks.growing() + ranks
         self._caps = [caps[rank] for rank in tasks.rank]
-        self._held, self._grown = [0] * len(self._net), [0] * len(self._net)
+        self._held = [0] * len(self._net)
 
     def note(self, before: int, seq: Sequence[int]) -> None:
         """``seq`` stands after ``before``."""
-        held, grown = self._held[before], self._grown[before]
+        held = self._held[before]
         for task in seq:
             held += self._net[task]
-            grown += self._grows[task]
-            self._held[task], self._grown[task] = held, grown
+            self._held[task] = held
 
     def may_pass(self, task: int, other: int, before: int, later: bool) -> bool:
         """True if the rank keeps its cap where ``task`` moves past ``other``, which comes after
@@ -390,16 +341,3 @@ class _Memory:
             )
         most = max(held[before] + take[task], held[before] + net + take[other])
         return net <= 0 or most <= self._caps[task]
-
-    def fits(self, before: int, seq: Sequence[int]) -> bool:
-        """True if ``seq`` may stand after ``before`` by the room."""
-        room = self._room
-        if room is None:
-            return True
-        held, grown = self._held[before], self._grown[before]
-        for task in seq:
-            held += self._net[task]
-            grown += self._grows[task]
-            if grown > room[held]:
-                return False
-        return True

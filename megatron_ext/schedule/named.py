@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from .bounds import lower_bound
 from .effects import peak_sets
 from .generators import GENERATORS, NAMES, Objective, add_pairs, generate, generated_by
-from .generators.away import orders_for_offload
 from .generators.cap import LEAST_CAP, v_cap_limits
 from .generators.vocabulary import add_vocabulary
 from .memory_cap import Cap, ShareCap, number_text
@@ -85,60 +83,13 @@ def held_sets(schedule: Schedule) -> Fraction:
 
 
 def named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
-    """The schedule of this name, as large as the cap allows: more memory makes it faster. With
-    offload under a cap also one whose order was made for it, if that is faster.
+    """The schedule of this name, as large as the cap allows, with its offload: more memory makes it
+    faster.
 
     Args:
         spec: the request.
         chosen: the user named it; else it is one of those that ``auto`` tries.
     """
-    failed = None
-    found: list[Selected] = []
-    try:
-        found.append(_as_large(spec, chosen))
-    except ValueError as error:
-        failed = error
-    if _takes_orders_for_offload(spec):
-        found += _made_for_offload(spec)
-    if not found:
-        assert failed is not None
-        raise failed
-    return _fastest(found)
-
-
-# One of each placement, with the most memory: orders made for offload are the same for the others.
-_LARGEST = ("zb-h1", "interleaved-zb", "v-cap")
-
-
-def _takes_orders_for_offload(spec: ScheduleSpec) -> bool:
-    """True if ``_made_for_offload`` makes some."""
-    if spec.offload is None or spec.offload.wanted != "auto" or spec.order is not None:
-        return False
-    if spec.cap is None or spec.barriers or not spec.effort or spec.has_units:
-        return False
-    return spec.name in _LARGEST
-
-
-def _made_for_offload(spec: ScheduleSpec) -> Iterator[Selected]:
-    """Orders made for as much offload as the cap asks for."""
-    assert spec.offload is not None and spec.cap is not None
-    try:
-        base = generate(
-            spec.name, spec.pp, spec.microbatches, spec.chunks, spec.costs,
-            group_size=spec.group_size, effort=0,
-        )  # fmt: skip
-        most = spec.cap.sets(spec.placement, True)
-    except ValueError:  # which the name's own order says
-        return
-    for order in orders_for_offload(base, spec.offload.link, most, spec.effort):
-        try:
-            yield _made(spec, _Option(), order)
-        except CapExceeded:
-            continue
-
-
-def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
-    """The largest order of the name that keeps the cap, with its offload."""
     options = _options(spec, chosen)
     # Every order of such a name keeps its block's memory, so its block says whether it fits.
     looks = spec.has_units and not (spec.offload or spec.cap is None or spec.order)
@@ -169,7 +120,7 @@ def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
         largest = _last(
             len(options), lambda index: isinstance(attempt(index, few, tried_for), Selected)
         )
-    # Now and then a larger one is easier to offload, or holds fewer bytes with more microbatches.
+    # Now and then a larger one is easier to offload.
     # There is no time to try all, but a few.
     tried = range(min(max(largest, 0) + _AHEAD, len(options) - 1), -1, -1)
     plain: list[Selected] = []
@@ -193,7 +144,6 @@ def _fastest(found: Sequence[Selected]) -> Selected:
 
 
 _AHEAD = 3  # options
-_STEPS = 4  # caps of slices whose sets grow, beside the largest
 
 
 def _last(count: int, fits: Callable[[int], bool]) -> int:
@@ -237,17 +187,17 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[_Option]:
         if spec.offload is not None:
             more = max(0, int(high - first))
             return [_Option(memory_cap=first + sets) for sets in range(more + 1)]
-        # Between what surely keeps a cap under which sets grow, and what does if none has grown.
-        shrink = (first - first / cap.growth) / _STEPS
-        steps = range(_STEPS if shrink else 0, -1, -1)
-        return [_Option(memory_cap=first - i * shrink) for i in steps]
+        return [_Option(memory_cap=first / cap.growth)]
     most = cap.most_sets(spec.placement)
-    if chosen and spec.offload is None and isinstance(cap, ShareCap) and cap.growth == 1:
-        return [_Option(memory_cap=most)]  # as the user gives it, or an error
+    if chosen and spec.offload is None and isinstance(cap, ShareCap):
+        # As the user gives it, or an error.
+        return [_Option(memory_cap=cap.sets(spec.placement, generator.split_backward))]
     try:
         least = cap.sets(spec.placement, generator.split_backward)
     except ValueError:
         least = low
+    if spec.offload is None and isinstance(cap, ShareCap):
+        return [_Option(memory_cap=min(max(least, low), high))]
     # An order need not hold its cap on every rank, so one more set may fit.
     least, most = (min(max(sets, low), high) for sets in (least, most + 1))
     return [_Option(memory_cap=x) for x in range(least, (high if spec.offload else most) + 1)]
@@ -272,7 +222,6 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
         memory_cap=cap,
         objective=spec.objective,
         effort=spec.effort,
-        sets_grow=spec.cap is not None and spec.cap.sets_grow and not spec.has_units,
         slices=spec.slices or 1,
         joined=spec.joined,
     )
@@ -296,23 +245,22 @@ def _pair_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | None) -> int |
     return max(held, min(held + 1, spec.cap.most_sets(schedule.placement)))
 
 
-def _made(spec: ScheduleSpec, option: _Option, order: Schedule | None = None) -> Selected:
-    """The schedule with these options, and with its offload; ``order``: in place of a generated
-    one.
+def _made(spec: ScheduleSpec, option: _Option) -> Selected:
+    """The schedule with these options, and with its offload.
 
     Raises:
         CapExceeded: it does not keep the cap.
         ValueError: it does not exist.
     """
     name, cap = spec.name, spec.cap
-    schedule = spec.order or order or _generated(spec, option)
+    schedule = spec.order or _generated(spec, option)
     if spec.times is not None:
         schedule = replace(schedule, costs=spec.times)
     if spec.offload is None:
         sets, own_cap = option.memory_cap, None
         if sets is not None and cap is not None:
             share = Fraction(sets, schedule.placement.num_stages)
-            own_cap = ShareCap(share, in_bytes=cap.sets_grow)
+            own_cap = ShareCap(share)
         own = replace(spec, group_size=option.group_size, cap=own_cap)
         made = Selected(schedule, own)
         if cap is not None and spec.order is None and not cap.fits(schedule):
@@ -343,8 +291,5 @@ def least_time(spec: ScheduleSpec) -> Fraction:
     Raises:
         ValueError: there is none.
     """
-    if _takes_orders_for_offload(spec):  # whose bound is that of their placement
-        span = spec.objective == "span"
-        return lower_bound(spec.placement, spec.microbatches, spec.costs, span=span).value
     option = _options(spec, False)[-1]
     return _made(replace(spec, offload=None, cap=None), option).time

@@ -15,7 +15,7 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from .engine import Rows, list_schedule, time_of
-from .moves import Order, Room, anneal, fits
+from .moves import Order, anneal
 from .tasks import Tasks
 
 _T = TypeVar("_T")
@@ -55,7 +55,6 @@ class Search:
         tasks: the table.
         caps: of every rank.
         enough: a time that no order beats.
-        room: more that a rank keeps (``room_of``); None: no limit but the cap.
         span: what counts is the longest single rank's own span, not the makespan.
     """
 
@@ -64,11 +63,10 @@ class Search:
         tasks: Tasks,
         caps: Sequence[int],
         enough: Fraction | int = 0,
-        room: Room | None = None,
         *,
         span: bool = False,
     ) -> None:
-        self.tasks, self.caps, self.enough, self.room = tasks, caps, enough, room
+        self.tasks, self.caps, self.enough = tasks, caps, enough
         self.work = 0  # tasks placed
         self.pool: list[Found] = []
         self._span = span
@@ -124,7 +122,7 @@ class Search:
         if len(self.pool) == _POOL and time >= self.pool[-1].time:
             return
         key = hash(tuple(map(tuple, rows)))
-        if key in self._seen or (self.room is not None and not fits(self.tasks, rows, self.room)):
+        if key in self._seen:
             return
         self._seen.add(key)
         self.pool = sorted([*self.pool, Found(time, rows)], key=lambda one: one.time)[:_POOL]
@@ -182,7 +180,7 @@ class Search:
         """Add the best order of one annealing of ``rows``."""
         if self.ended:
             return
-        order = Order(self.tasks, rows, self.caps, self.room)
+        order = Order(self.tasks, rows, self.caps)
         hot = heat / len(self.tasks.rank) ** 0.5
         self.add(anneal(order, work, hot, self.enough, self._draw.random))
 

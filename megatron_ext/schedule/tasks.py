@@ -190,15 +190,6 @@ class Tasks:
         lanes, units = self.lanes, self.units
         return [[Action(*lanes[task // units], task % units) for task in row] for row in rows]
 
-    def growing(self) -> list[int]:
-        """By task, the change of what its rank holds between B and W."""
-        change: list[int] = []
-        for op, stage in self.lanes:
-            sign = 1 if op is Op.B else -1 if op is Op.W else 0
-            freed = self._numbers[Op.W, stage] if sign else 0
-            change += [sign * size for size in self.give[freed : freed + self.units]]
-        return change
-
     def backward(self) -> Tasks:
         """The same in reversed time: what was needed is fed, what was given back is taken."""
         other = copy.copy(self)

@@ -22,7 +22,6 @@ from ..actions import RankActions
 from ..bounds import makespan_bound
 from ..costs import Costs, Durations
 from ..engine import Rows
-from ..moves import Room, room_of, states
 from ..search import FINE, GAPS, Found, Search
 from .blocks import VEES, Vee
 from .building_block import INTERVAL, Block, vee_block
@@ -71,7 +70,7 @@ def _under(plain: Request, cap: int) -> Found:
     if not plain.effort:
         vee = [vee for vee in VEES.values() if vee.cap(plain.pp) <= cap][-1]
         rows = vee.rows(plain.pp, plain.microbatches)
-        return _quick(plain, rows, vee.cap(plain.pp) if plain.sets_grow else cap)
+        return _quick(plain, rows, cap)
     if not plain.at_unit_times or plain.objective == "span":
         return _of_searches(plain, cap)
     best = _at_unit_times(plain, cap)
@@ -95,7 +94,7 @@ def _of_searches(plain: Request, cap: int) -> Found:
             break  # no smaller cap can be faster
         best = fastest(best, _at_cap(plain, smaller))
     # With few microbatches a named order may keep less than its name stands for, in sets.
-    few = plain.microbatches < 2 * pp and not plain.sets_grow
+    few = plain.microbatches < 2 * pp
     for vee in VEES.values():
         if few and vee.cap(pp) > cap and best.time > _bound(plain, cap):
             found = named_order(plain, vee)
@@ -116,20 +115,18 @@ def _at_cap(plain: Request, cap: int) -> Found:
 
 
 def named_order(request: Request, vee: Vee) -> Found:
-    """The published order at equal costs, for others the best of a short search in its memory,
-    also in bytes: that is what its name stands for."""
+    """The published order at equal costs, for others the best of a short search in its memory."""
     rows, cap = vee.rows(request.pp, request.microbatches), vee.cap(request.pp)
     if request.at_unit_times:
         return request.found(rows)
-    own = replace(request, effort=request.effort * _NAMED, sets_grow=True)
+    own = replace(request, effort=request.effort * _NAMED)
     return searched(own, cap) if request.effort else _quick(own, rows, cap)
 
 
 def _quick(request: Request, rows: Rows, cap: int) -> Found:
-    """This order, or the fastest of a few list schedules of it under ``cap``; if sets grow, of
-    those that take no more bytes than the orders that the cap stands for."""
+    """This order, or the fastest of a few list schedules of it under ``cap``."""
     gaps = GAPS[:1] if request.is_long else GAPS
-    search = request.search(cap, room=_room(request, cap))
+    search = request.search(cap)
     search.start(rows, gaps)
     return search.pool[0]
 
@@ -173,7 +170,7 @@ def _sizes(pp: int, last: int, work: int) -> list[int]:
 def _search(request: Request, cap: int, work: int, short: Search | None) -> Search:
     """A search that has ended; ``short``: one for fewer microbatches."""
     tasks = request.tasks
-    search = request.search(cap, _bound(request, cap), _room(request, cap))
+    search = request.search(cap, _bound(request, cap))
     if short is not None:
         for rows in islice(longer(short, tasks, work, _longest(request)), _STARTS):
             search.add(rows)
@@ -184,7 +181,7 @@ def _search(request: Request, cap: int, work: int, short: Search | None) -> Sear
 
 def _whole(request: Request, cap: int, short: Search, work: int) -> Search:
     """Orders for many microbatches, from a search for fewer."""
-    search = request.search(cap, _bound(request, cap), short.room)
+    search = request.search(cap, _bound(request, cap))
     for rows in islice(longer(short, request.tasks, work, _longest(request)), _REPEATED):
         search.add(rows)
     for rows in _fixed(request, cap):
@@ -202,20 +199,6 @@ def _whole(request: Request, cap: int, short: Search, work: int) -> Search:
 def _longest(request: Request) -> int:
     """Period that is repeated, in microbatches."""
     return 1 if request.every_microbatch else PERIODS[-1]
-
-
-def _room(request: Request, cap: int) -> Room | None:
-    """Of every rank, if sets grow: no more bytes than the orders that the cap stands for."""
-    if not request.sets_grow:
-        return None
-    found: list[tuple[int, int]] = []
-    # Fewer microbatches than 2p may need less than the cap stands for.
-    for m in {request.microbatches, max(request.microbatches, 2 * request.pp)}:
-        one = replace(request, microbatches=m)
-        orders = [vee.rows(one.pp, m) for vee in VEES.values() if vee.cap(one.pp) == cap]
-        for order in orders or [_base(one, cap)]:
-            found += states(one.tasks, order)
-    return room_of(found, cap)
 
 
 def _fixed(request: Request, cap: int) -> Iterator[Rows]:

@@ -183,7 +183,6 @@ def generate(
     memory_cap: int | Fraction | None = None,
     objective: Objective = "makespan",
     effort: float | None = None,
-    sets_grow: bool = False,
     slices: int | Sequence[int] = 1,
     joined: bool = False,
 ) -> Schedule:
@@ -205,9 +204,6 @@ def generate(
             single rank's own.
         effort: seconds that a search may take, about (``Request``); more rarely gives a slower
             order. 0: no search; the order is made in a tenth of a second, in the same memory.
-        sets_grow: a set may be larger between B and W than before B, by a factor that need not be
-            known: annealing delays no W at the price of more bytes. So it is for V-Min, V-Half and
-            V-ZB, whose names fix the memory.
         slices: that every microbatch is cut into, or of each (``units``). With slices, and with
             costs of every unit, a name keeps the memory of its repeated block.
         joined: one W for all slices of a microbatch: fewer, longer products, and more memory.
@@ -231,8 +227,6 @@ def generate(
     if joined and not cut:
         raise ValueError(f"{name}: one W for all slices is for microbatches that are cut")
     if cut or costs.units is not None:
-        if sets_grow:
-            raise ValueError(f"{name} with slices has no cap under which sets grow; leave it out")
         asked = Schedule(
             *(name, placement, microbatches, (), costs),
             slices=cut,
@@ -245,7 +239,6 @@ def generate(
         *(placement, microbatches, durations, objective, group_size),
         None if memory_cap is None else int(memory_cap),
         effort=effort,
-        sets_grow=sets_grow,
         every_microbatch=costs.vocabulary is not None,
     )
     ranks = checked(name, generator.orders(request))

@@ -12,7 +12,6 @@ from typing import Literal
 from ..actions import RankActions
 from ..costs import Durations
 from ..engine import Rows, list_schedule, time_of
-from ..moves import Room
 from ..placement import Placement
 from ..schedule import ScheduleError
 from ..search import FINE, GAPS, Found, Search
@@ -58,7 +57,6 @@ class Request:
         memory_cap: most activation sets on a rank; None for the schedule's own.
         effort: seconds that a search may take, about; in units of work, so that every machine
             finds the same. 0: none, the name's order or one of few list schedules of it, at once.
-        sets_grow: a set may be larger between B and W than before B (``generate``).
         every_microbatch: the steady state repeats the passes of one microbatch, not of several, as
             the insertion of vocabulary passes assumes.
     """
@@ -70,7 +68,6 @@ class Request:
     group_size: int | None = None
     memory_cap: int | None = None
     effort: float = field(default_factory=default_effort)
-    sets_grow: bool = False
     every_microbatch: bool = False
 
     @property
@@ -105,18 +102,15 @@ class Request:
         """The table of its passes, for searches: durations are multiples of ``FINE``."""
         return _tasks(self.placement, self.durations, self.microbatches)
 
-    def search(
-        self, cap: int | Sequence[int], enough: Fraction | int = 0, room: Room | None = None
-    ) -> Search:
+    def search(self, cap: int | Sequence[int], enough: Fraction | int = 0) -> Search:
         """A search for orders.
 
         Args:
             cap: activation sets, of all ranks or of each.
             enough: a time that no order beats, in the unit of the table.
-            room: more that a rank keeps (``room_of``).
         """
         span = self.objective == "span"
-        return Search(self.tasks, self._caps(cap), enough, room, span=span)
+        return Search(self.tasks, self._caps(cap), enough, span=span)
 
     def listed(self, base: Rows, cap: int | Sequence[int], gap: Fraction = Fraction(1)) -> Found:
         """The list schedule of a base that fits the cap."""

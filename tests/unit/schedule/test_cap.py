@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import random
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule import AUTO, Costs, Placement, check, generate, lower, simulate
-from megatron_ext.schedule.actions import AnyAction, Op, Operation
 from megatron_ext.schedule.costs import Durations
-from megatron_ext.schedule.effects import peak, steps
 from megatron_ext.schedule.engine import list_schedule
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.generators.blocks import VEES
@@ -212,24 +209,6 @@ def test_near_the_optimum_of_small_cases(case: dict[str, Any]) -> None:
     found = generate("v-cap", case["p"], case["m"], costs=costs, memory_cap=case["cap_sets"])
     least = Fraction(str(case["makespan"]))
     assert least <= simulate(found).makespan <= least * Fraction("1.006")
-
-
-def most_bytes(orders: Sequence[Sequence[AnyAction]], growth: int) -> int:
-    """Of the rank with most, if a set takes 1, and ``growth`` between B and W."""
-    table: dict[Operation, int] = {Op.F: 1, Op.B: growth - 1, Op.W: -growth}
-    return max(peak(steps(row, table)) for row in orders)
-
-
-@pytest.mark.usefixtures("full_effort")
-@pytest.mark.parametrize(("name", "cap"), [("v-half", None), ("v-cap", 12)])
-def test_searched_orders_take_no_more_bytes(name: str, cap: int | None) -> None:
-    """Without the limit list schedules delay W's: twice as many sets wait for them."""
-    costs = Costs.of(1, "1.25", "0.75", "0.05")
-    equal = generate(name, 8, 16, memory_cap=cap)
-    found = generate(name, 8, 16, costs=costs, memory_cap=cap, sets_grow=cap is not None)
-    assert simulate(found).makespan < simulate(equal, costs).makespan
-    for growth in (1, 2, 5, 100):
-        assert most_bytes(found.ranks, growth) <= most_bytes(equal.ranks, growth)
 
 
 @pytest.mark.parametrize("cap", [0, 1, 9])

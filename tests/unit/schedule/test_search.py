@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
 
 from megatron_ext.schedule import Costs, Schedule, check, generate, simulate
-from megatron_ext.schedule.actions import AnyAction, Op, Operation
 from megatron_ext.schedule.costs import Durations
-from megatron_ext.schedule.effects import peak, steps
 from megatron_ext.schedule.engine import Rows, one_by_one, replay
 from megatron_ext.schedule.generators.longer import cuts, lengthened, longer
-from megatron_ext.schedule.moves import Order, anneal, room_of, states
+from megatron_ext.schedule.moves import Order
 from megatron_ext.schedule.search import FINE, Search
 from megatron_ext.schedule.tasks import Tasks
 from tests.support.tables import random_tasks
@@ -81,23 +78,6 @@ def test_moves_of_any_table_keep_it_runnable_and_within_its_caps() -> None:
                         places = [place[task] for task in row if tasks.lane[task] == lane]
                         assert places == sorted(places)
     assert changed > 500
-
-
-def most_bytes(orders: Sequence[Sequence[AnyAction]], growth: int) -> int:
-    """Of the rank with most, if a set takes 1, and ``growth`` between B and W."""
-    sizes: dict[Operation, int] = {Op.F: 1, Op.B: growth - 1, Op.W: -growth}
-    return max(peak(steps(row, sizes)) for row in orders)
-
-
-def test_annealed_orders_take_no_more_bytes() -> None:
-    """Sets may be larger between B and W, by a factor that the search does not know."""
-    tasks, rows = table(generate("v-half", 4, 8))
-    room = room_of(states(tasks, rows), 8)
-    order = Order(tasks, rows, [8] * 4, room)
-    found = anneal(order, 20_000, 0.3, 0, random.Random(1).random)
-    assert span(tasks, found) < span(tasks, rows)
-    for growth in (1, 2, 5, 100):
-        assert most_bytes(tasks.actions(found), growth) <= most_bytes(tasks.actions(rows), growth)
 
 
 def test_moves_that_cannot_run_end_at_once() -> None:

@@ -23,7 +23,7 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule.generators import sliced
 from megatron_ext.schedule.memory_cap import ShareCap, cap_sets
-from megatron_ext.schedule.named import CapExceeded, _as_large
+from megatron_ext.schedule.named import CapExceeded
 from megatron_ext.schedule.passes.offload import offload
 from megatron_ext.schedule.select import ANY_CHUNKS, ONE_CHUNK, placed_alike
 from tests.support.grids import sampled
@@ -170,24 +170,6 @@ def test_an_order_made_for_offload(cap: str, makespan: int, time: str) -> None:
     assert found.plan is not None and not found.plan.stall
 
 
-def test_orders_made_for_offload_of_one_chunk_and_unequal_passes() -> None:
-    """Never slower than what the name's own order comes to, and never above the cap."""
-    made = 0
-    for name in ("zb-h1", "interleaved-zb", "v-cap"):
-        for cost in ("1,1.3,0.7", "1,2,0.5"):
-            costs = Costs.parse(cost, "0.05")
-            spec = request(name, 4, 7, Fraction(3, 4), costs=costs, offload=over(4, time="0.15"))
-            try:
-                own = _as_large(spec, True).time
-            except CapExceeded:
-                own = Fraction(10**9)
-            found = select(spec)
-            assert found.time <= own
-            assert max(check(found.schedule).peak_activation) <= 3
-            made += found.time < own
-    assert made
-
-
 def test_auto_of_some_names_and_for_the_span() -> None:
     spec = request(
         AUTO,
@@ -200,7 +182,7 @@ def test_auto_of_some_names_and_for_the_span() -> None:
     )
     found = select(spec).schedule
     assert found.name == "1f1b"
-    assert "too large even so: zb-h1 (4), zb-h2 (7); " in found.note
+    assert "too large even so: zb-h2 (7), zb-h1 (4); " in found.note
     assert select(replace(spec, objective="span")).schedule.note
     with pytest.raises(CapExceeded, match="1f1b at pp=4 with offload auto keeps 2 .* cap is 1"):
         select(replace(spec, cap=ShareCap(QUARTER)))

@@ -70,7 +70,7 @@ def described(
 def capped(request: ScheduleRequest, job: Job) -> ScheduleRequest:
     """``request`` with its cap in bytes as one on the ranks of ``job``."""
     assert request.cap_bytes is not None and request.splits is not None
-    budget = Budget(job, request.cap_bytes, request.splits, request.profile, sets_grow=True)
+    budget = Budget(job, request.cap_bytes, request.splits, request.profile)
     return replace(request, cap=budget)
 
 
