@@ -30,7 +30,7 @@ nightly:
 	scripts/test.sh --all
 
 # Docstrings and signatures as HTML, in build/api/index.html: pip install -e '.[docs]', and torch.
-INTERNAL := __main__ launch integration runtime cpu prove commands reproduce checkpoints
+INTERNAL := __main__ launch integration runtime cpu prove commands checkpoints
 docs:
 	python -m pdoc --output-directory build/api \
 		megatron_ext $(addprefix megatron_ext.,schedule offload moe plan view) \

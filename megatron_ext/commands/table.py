@@ -64,10 +64,6 @@ COMMANDS = {
         "check this machine, torch and Megatron, and suggest fixes",
         ("", "--megatron Megatron-LM --json"),
     ),
-    "reproduce": Command(
-        "print the papers' tables and figures beside ours, with verdicts",
-        ("--list", "controllable-memory --output page.md"),
-    ),
     "prove": Command(
         "shrink a training command, run it on CPU ranks, name the first tensor that differs",
         (

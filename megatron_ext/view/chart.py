@@ -1,4 +1,4 @@
-"""What every picture shows: rows of bars on one time axis, of a pipeline's run or of streams."""
+"""What every picture shows: rows of bars on one time axis of one run."""
 
 from __future__ import annotations
 

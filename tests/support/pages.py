@@ -76,7 +76,6 @@ NOT_RUN = {
     r"pip install": "needs a package index",
     r"\./scripts/(demo|test)\.sh": "takes minutes; continuous integration runs test.sh itself",
     r"pytest": "is this",
-    r"megatron-ext reproduce all": "takes minutes; tests/unit/reproduce runs it",
     r"megatron-ext prove": "takes a minute; tests/checkout/test_prove.py runs it",
     r"python -m tests\.campaigns\.faults": "takes minutes; "
     "tests/ranks/runtime/test_faults.py is its short form",

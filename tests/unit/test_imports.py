@@ -17,7 +17,7 @@ PACKAGE = ROOT / "megatron_ext"
 _TOOLS = {"_input", "_conflict", "_megatron_flags", "schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
 _ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching"}
-_ALL |= {"_log", "_terminal", "checkpoints", "prove", "releases", "reproduce"}
+_ALL |= {"_log", "_terminal", "checkpoints", "prove", "releases"}
 
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
@@ -34,7 +34,6 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         ({"_input", "_conflict", "plan", "moe"}, set()),
     ),
     "view": ({"_input", "_terminal", "schedule", "view"}, set()),
-    "reproduce": (_TOOLS | {"moe", "reproduce"}, set()),
     "runtime": (_TOOLS | _ENGINE, {"torch"}),
     "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
     "moe": (_TOOLS | _ENGINE, {"torch"}),
@@ -61,7 +60,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 # Rooms whose modules load neither torch nor numpy nor megatron, not even indirectly.
-BARE = ["schedule", "view", "plan", "reproduce", "checkpoints", "commands"]
+BARE = ["schedule", "view", "plan", "checkpoints", "commands"]
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

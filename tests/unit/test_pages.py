@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 
+from benchmarks.papers.compare import RECIPES
 from megatron_ext import cli
-from megatron_ext.reproduce.orders import Recipe
-from megatron_ext.reproduce.rows import published
 from megatron_ext.schedule import Simulation, generate, simulate
 from scripts import reference_pages
 from tests.support import ROOT
@@ -32,7 +31,7 @@ def rows(text: str, start: str) -> list[list[str]]:
 
 def test_the_page_of_choosing_has_the_large_scale_settings() -> None:
     expected = []
-    for one in (Recipe(*row) for row in published()["large-scale"]["tables"]["settings"]["rows"]):
+    for one in RECIPES:
         expected.append(
             [
                 one.row,

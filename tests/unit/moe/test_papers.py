@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.reproduce.moe import closed_form_ms, savings
+from benchmarks.papers.compare import savings
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,3 @@ def test_the_papers_savings(sizes: tuple[int, ...], pipelined: object, sequentia
 def test_a_pipelined_layer_without_reuse_needs_more() -> None:
     """16 B*M where the layer that is not pipelined has 13, for many tokens."""
     assert savings(64, 256, 1, 10**9, 1) == pytest.approx((0, -3 / 13), abs=1e-6)
-
-
-def test_the_closed_form() -> None:
-    """Paradigm 1 in the paper's order; by hand for three chunks, and spec 5.3's n = 8."""
-    assert closed_form_ms(1, 1, 2, 3) == 6
-    assert closed_form_ms(3, 1, 2, 1) == 1 + 2 + 2 + 2 + 1
-    assert closed_form_ms(8, 1.0, 1.75, 1.0) == 17.5

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 
+from benchmarks.papers.compare import PUBLISHED, Model, activation_gib, published_k, simulated
 from megatron_ext.plan.activations import SetBytes, stage_set, sums
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.kinds import layer
@@ -13,8 +14,6 @@ from megatron_ext.plan.layout import Stage, even_split
 from megatron_ext.plan.memory import growth, message_bytes, rank_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.parameters import Count, layer_parameters, state_bytes, weight_parts
-from megatron_ext.reproduce.jobs import Model, activation_gib, published_k, simulated
-from megatron_ext.reproduce.rows import published
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import generate
 from megatron_ext.schedule.link import Link
@@ -43,7 +42,7 @@ def per_bsh(job, held="bytes_f_to_b"):
 # arXiv 2205.05198, equation 1: sbh(34 + 5as/h); flash attention leaves 34, or 32 without dropout.
 # PipeOffload, 4.3: 34 without and 20 with recompute of norms, GeLU and dropout; ours leaves
 # dropout's two masks, docs/concepts/offload-runtime.md. ZB, table 2: 32 for W.
-PUBLISHED = [
+BYTES = [
     (["--hidden-dropout 0.1"], "bytes_f_to_b", 34),
     ([], "bytes_f_to_b", 32),
     (["--pp-cheap-recompute"], "bytes_f_to_b", 20),
@@ -63,7 +62,7 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "held", "bsh"), PUBLISHED)
+@pytest.mark.parametrize(("flags", "held", "bsh"), BYTES)
 def test_bytes_of_a_layer(flags, held, bsh):
     # Statistics of norms and rows are not in the papers' sums: 20 bytes and 4a a token.
     assert per_bsh(job(*flags), held) == pytest.approx(bsh, rel=0.005)
@@ -199,8 +198,8 @@ def test_experts_are_divided_over_fewer_ranks():
 
 
 # PipeOffload, figure 15: activation memory in GB. Ours is within so many per cent, or half of the
-# last digit; why PO is not within 10 % is in docs/reference/papers.md.
-FIGURE_15 = published()["pipeoffload"]["tables"]["fig15"]
+# last digit; why PO is not within 10 % is in benchmarks/papers/README.md.
+FIGURE_15 = PUBLISHED["pipeoffload"]["tables"]["fig15"]
 CELLS = [tuple(row) for row in FIGURE_15["rows"]]
 WIDEST = {"1F1B": 10, "1F1B-I": 10, "GIS": 10, "GIS-H": 10, "PO-H": 20, "PO-F": 40}
 
@@ -212,7 +211,7 @@ WIDEST = {"1F1B": 10, "1F1B-I": 10, "GIS": 10, "GIS-H": 10, "PO-H": 20, "PO-F": 
 )
 def test_figure_15(model, s, cells):
     """Sets and the running pass, as the figure is measured: peak less the iteration's start."""
-    layers, each, h, heads, _, p = published()["pipeoffload"]["models"][model]
+    layers, each, h, heads, _, p = PUBLISHED["pipeoffload"]["models"][model]
     more = "--hidden-dropout 0 --attention-dropout 0 --pp-cheap-recompute"
     gpt = Model(layers, h, heads, s, 8, more=more)
     for name, cell in zip(FIGURE_15["schedules"], cells):

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.papers.compare import PUBLISHED
 from megatron_ext.moe.plan import LayerPlan, Restore, Step, Strategy
 from megatron_ext.plan.moe_layer import (
     GivenCosts,
@@ -16,9 +17,23 @@ from megatron_ext.plan.moe_layer import (
     run_layer,
     simulate_streams,
 )
-from megatron_ext.reproduce.moe import WORK, closed_form_ms
 
 PLANS = [LayerPlan.of(n, s, a) for n in (1, 2, 3, 8) for s in Strategy for a in (1, 2, 3, 8)]
+
+WORK = PUBLISHED["mpipemoe"]["tables"]["table1"]["rows"]
+
+
+def closed_form_ms(chunks: int, dispatch: float, compute: float, combine: float) -> float:
+    """Time of one direction without copies and restores, by MPMoE's paradigm 1.
+
+    Args:
+        chunks: all equal, at least 1.
+        dispatch, compute, combine: milliseconds of one chunk's S, C and R.
+    """
+    if chunks == 1:
+        return dispatch + compute + combine
+    steady = (chunks - 2) * max(dispatch + combine, compute)
+    return dispatch + max(dispatch, compute) + steady + max(combine, compute) + combine
 
 
 def speed_up(chunks, exchange, *, one_queue=False):

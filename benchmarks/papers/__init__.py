@@ -1,0 +1,1 @@
+"""The papers' tables, published values beside simulated ones."""

@@ -1,1 +1,0 @@
-"""The papers' tables and figures beside what simulation and the planner say. Plain Python."""
