@@ -237,8 +237,8 @@ class Search:
 
     def add(self, spec: ScheduleSpec, work: Workload, *, quick: bool = True) -> Point | None:
         """Simulate a point; None if it is known, or nothing keeps a cap."""
-        # Quick orders leave less of what offload could move, and have no pairs.
-        if quick and spec.offload is None and not spec.overlap and not GENERATORS[spec.name].fixed:
+        # Quick orders leave less of what offload could move.
+        if quick and spec.offload is None and not GENERATORS[spec.name].fixed:
             spec = replace(spec, effort=0.0)
         if self.known(spec, work):
             return None
@@ -320,7 +320,7 @@ def _has_twin(search: Search, one: Candidate) -> bool:
 
 def _is_dear(search: Search, one: Candidate) -> bool:
     """Too much work for what is left of it."""
-    if one.spec.offload or one.spec.overlap:
+    if one.spec.offload:
         return not search.work.affords(one.spec, FOR_COSTLY)
     found = search.result.fastest is not None
     return found and not search.work.affords(replace(one.spec, effort=0.0), FOR_LAST)

@@ -16,13 +16,11 @@ _SEARCHED, _SEARCHED_SHARDED = 35, 110
 _VEE = 1_500_000  # of a V order's search, whatever its size
 _CAPS = 6  # orders are made for one at a cap
 _CAP = 14_000_000
-# Of a pass of a search for pairs, in an order of few microbatches; more in V placement.
-_PAIRED, _PAIRED_VEE = 4_000, 8_000
+_JOINED = 160  # of a pass, to try joint ones
 _OFFLOAD, _OFFLOAD_AUTO = 100, 250  # of a pass
 
 # Of the work, what is kept for what comes later.
 FOR_COSTLY, FOR_SMALL, FOR_LAST = 0.3, 0.15, 0.05
-_FOR_PAIRS = 0.6
 NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 
 
@@ -30,12 +28,11 @@ class Work:
     """What is left of a search's work.
 
     Args:
-        left: to begin with; passes in pairs have a part of their own, beside it.
+        left: to begin with.
     """
 
     def __init__(self, left: float) -> None:
         self.most = self.left = left
-        self._pairs = _FOR_PAIRS * left
 
     def more_than(self, share: float) -> bool:
         """True if more than this share of it is left."""
@@ -43,8 +40,7 @@ class Work:
 
     def affords(self, spec: ScheduleSpec, share: float) -> bool:
         """True if this share of the whole is left after ``of_point``."""
-        work = self.of_point(spec)
-        return work < self._pairs if spec.overlap else self.left - work > share * self.most
+        return self.left - self.of_point(spec) > share * self.most
 
     def take(self, work: float) -> None:
         """So much was done."""
@@ -52,10 +48,7 @@ class Work:
 
     def make(self, spec: ScheduleSpec) -> None:
         """A schedule was made."""
-        if spec.overlap:
-            self._pairs -= self.of_point(spec)
-        else:
-            self.left -= self.of_point(spec)
+        self.left -= self.of_point(spec)
 
     def of_cases(self, number: int) -> float:
         """Closed forms."""
@@ -81,11 +74,9 @@ class Work:
             each = _SHARDED
         if spec.effort and not made.fixed:
             each += _SEARCHED_SHARDED if spec.barriers else _SEARCHED
-            alone = made.placement == "vee" and not spec.barriers and not spec.overlap
-            more = _VEE * spec.effort if alone else 0.0
-        if spec.overlap and spec.effort:
-            few = min(1.0, 2 * spec.pp / units)
-            each += few * (_PAIRED_VEE if made.placement == "vee" else _PAIRED)
+            more = _VEE * spec.effort if made.placement == "vee" and not spec.barriers else 0.0
+        if spec.overlap:
+            each += _JOINED
         if spec.cap is not None:
             each, more = _CAPS * each, more + _CAP * spec.effort
         if spec.offload is not None:

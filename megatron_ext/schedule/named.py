@@ -12,10 +12,11 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from .effects import peak_sets
-from .generators import GENERATORS, NAMES, Objective, add_pairs, generate, generated_by
+from .generators import GENERATORS, NAMES, Objective, generate, generated_by
 from .generators.cap import LEAST_CAP, v_cap_limits
 from .generators.vocabulary import add_vocabulary
 from .memory_cap import Cap, ShareCap, number_text
+from .passes.join import join
 from .passes.offload import OffloadPlan, offload
 from .schedule import Schedule
 from .simulate import Simulation, simulate
@@ -225,22 +226,19 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
         slices=spec.slices or 1,
         joined=spec.joined,
     )
-    if spec.overlap and spec.effort:
-        schedule = add_pairs(schedule, _pair_sets(spec, schedule, _sets(cap)))
+    if spec.overlap:
+        schedule = join(schedule, _joint_sets(spec, schedule, cap))
     if not spec.barriers:
         return schedule
     return add_vocabulary(schedule, spec.barriers, growth, quick=not spec.effort)
 
 
-def _sets(cap: int | Fraction | None) -> int | None:
-    """Of whole microbatches."""
-    return None if cap is None else int(cap)
-
-
-def _pair_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | None) -> int | None:
-    """Most activation sets of an order with pairs; None: what such an order takes by default."""
-    if cap is not None or spec.cap is None:
-        return cap
+def _joint_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | Fraction | None) -> int | None:
+    """Most activation sets of an order with joint passes; None: one more than ``schedule``."""
+    if cap is not None:
+        return int(cap)
+    if spec.cap is None:
+        return None
     held = max(peak_sets(schedule.ranks))
     return max(held, min(held + 1, spec.cap.most_sets(schedule.placement)))
 

@@ -99,11 +99,11 @@ class ScheduleSpec:
             offload it is on what stays on the device. None: none, for ``auto`` 1F1B's peak.
         group_size: of ``gis``.
         offload: None: nothing leaves the device.
-        objective, effort: as ``generate``; at effort 0 passes do not run in pairs.
+        objective, effort: as ``generate``.
         names: that ``auto`` may choose from.
         order: what to offload, in place of a generated order (a schedule file).
         times: costs of the passes as they will run, if the order is not made for those.
-        overlap: forward and backward passes run in pairs where that is faster (``add_pairs``), by
+        overlap: forward and backward passes run in pairs where that is faster (``passes.join``), by
             the communication that the costs have; in the memory of the cap, else with one set more
             than without pairs. Not of a schedule file, which has its own.
         slices: that each microbatch is cut into; empty: none is.

@@ -138,7 +138,11 @@ def test_one_chunk_a_rank() -> None:
     hooks = Hooks("0.0.0")
     hooks.apply(Overlap().hooks())
     try:
-        assert configuration().overlap_moe_expert_parallel_comm is True
+        one = configuration()
+        assert one.overlap_moe_expert_parallel_comm is True
+        assert one.virtual_pipeline_model_parallel_size is None
+        with pytest.raises(AssertionError, match="moe_shared_expert_overlap"):
+            configuration(moe_shared_expert_overlap=True, moe_shared_expert_intermediate_size=16)
         two = configuration(virtual_pipeline_model_parallel_size=2)
         assert two.overlap_moe_expert_parallel_comm is True
     finally:

@@ -81,11 +81,14 @@ class Overlap(Feature):
 
     @hooked(CONFIG_POST_INIT, "pairs would be refused for one chunk a rank")
     def _any_chunks(self, original: Callable[..., None], config: Any) -> None:
-        # Megatron's own schedule has pairs with several chunks only, and asserts that.
+        # Megatron's own schedule has pairs with several chunks only, and asserts that. All else
+        # that it asserts of pairs holds for one chunk, too.
         alone = config.virtual_pipeline_model_parallel_size is None and wanted(config)
-        config.overlap_moe_expert_parallel_comm &= not alone
+        if alone:
+            config.virtual_pipeline_model_parallel_size = 1
         original(config)
-        config.overlap_moe_expert_parallel_comm |= alone
+        if alone:
+            config.virtual_pipeline_model_parallel_size = None
 
     def begin(self, step: Step) -> None:
         iteration = step.call.iteration

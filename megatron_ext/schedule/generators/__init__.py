@@ -2,7 +2,6 @@
 
 from .forward import forward_only
 from .made import BrokenGenerator, generated_by
-from .pairs import add_pairs
 from .registry import (
     GENERATORS,
     MOST_SECONDS,
@@ -24,7 +23,6 @@ __all__ = [
     "Generator",
     "Objective",
     "Request",
-    "add_pairs",
     "check_sizes",
     "default_effort",
     "forward_only",

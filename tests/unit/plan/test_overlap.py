@@ -40,7 +40,7 @@ def job(*words, line=EXPERTS, dtype="--bf16"):
 
 
 def space(*words, **changes):
-    options = {"schedules": ("1f1b", "v-zb"), "cheap_recompute": (False,), "offload": ()}
+    options = {"schedules": ("1f1b", "dualpipev"), "cheap_recompute": (False,), "offload": ()}
     return SearchSpace(job(*words), SLOW, 2, **{**options, **changes})
 
 
@@ -116,7 +116,9 @@ def test_a_search_tries_pairs_and_takes_the_faster():
     assert not any(FLAG in p.flags() for p in others)
     assert best.as_named() == best.makespan_us
     # Few tokens go to other ranks: nothing to hide, and pairs cost launches.
-    few = space("--moe-router-topk", "1", "--moe-ffn-hidden-size", "16384", schedules=("v-zb",))
+    few = space(
+        "--moe-router-topk", "1", "--moe-ffn-hidden-size", "16384", schedules=("dualpipev",)
+    )
     alone = Search([few], 200 * GIB).run()
     assert alone.best is not None and not alone.best.spec.overlap
 
@@ -135,7 +137,7 @@ def test_a_flag_keeps_the_search_to_pairs():
 
 
 def test_the_command_compares_the_ways(tmp_path, capsys):
-    words = f"{EXPERTS} --bf16 --gpu H100 --schedules v-zb --cheap-recompute off"
+    words = f"{EXPERTS} --bf16 --gpu H100 --schedules dualpipev --cheap-recompute off"
     words += " --network-bandwidth 25e9"
     words = f"{words} --shard-vocabulary off --offload off --micro-batch-sizes 1".split()
     main(["plan", *words, "--json"])
