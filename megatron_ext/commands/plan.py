@@ -18,7 +18,7 @@ from .plan_table import answer, save_order
 _HELP = """
 The model and how it is divided are given as Megatron's own flags, as pretrain_gpt.py has them
 (--num-layers, --hidden-size, --num-attention-heads, --seq-length, --swiglu, --num-experts,
---multi-latent-attention, --mtp-num-layers, --hybrid-layer-pattern, --tensor-model-parallel-size,
+--multi-latent-attention, --mtp-num-layers, --tensor-model-parallel-size,
 --world-size, --global-batch-size, --use-distributed-optimizer, --optimizer, --bf16, --fp8-format,
 --fp8-param-gather, --recompute-activations, ...), or with --from-args as a whole command line, or
 with --hf-config as a file. Without --pp, --world-size is searched
@@ -52,8 +52,6 @@ def _plan(args: argparse.Namespace) -> int:
         gpu = plan_device.gpu(args)
         _check(args)
         own = Given.of(args, given)
-        if args.output is not None and own.no_file is not None:
-            raise InputError(f"--output {args.output}: {own.no_file}; leave --output out")
         with Progress("plan") as progress:
             asked = jobs(args, freed(args, given), gpu)
             spaces = plan_space.spaces(args, asked, gpu, own)
@@ -81,7 +79,6 @@ def _plan(args: argparse.Namespace) -> int:
         data["microbatch_cost"] = args.microbatch_cost
     data["model_flags"] = plan_input.model_flags(args, given)
     data |= baselines_json(others, result, gpu)
-    data["stock_only"] = own.stock_only
     flags = (data["chosen"] or data["needs"])["flags"]
     data["replaced_flags"] = replaced(args, given, flags)
     data["difference"] = difference(args, given, flags)

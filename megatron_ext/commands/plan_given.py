@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
-from .._conflict import argument
 from .._input import attribute, flag_of
-from ..plan import lengths
 from ..plan.collectives import Overlap
 from ..plan.divisions import SIZES, divisions
 from ..plan.flags import job_of
 from ..plan.gpu import Gpu
 from ..plan.layout import read_layout
 from ..plan.model import Job, PlanError
-from ..plan.refusals import FILE, of_file, of_schedules
 from ..schedule import GENERATORS, Placement, ScheduleSpec
 from .plan_input import GROUP, UNEVEN, VIRTUAL, values_given
 
@@ -31,7 +27,6 @@ class Given:
         chunks: model chunks a rank.
         overlap: which data-parallel exchange its passes hide.
         searches: parallel sizes are searched.
-        arguments: Megatron's, as attributes, and what plan does not know.
         group: microbatches that a chunk of Megatron's interleaved order runs in a row; None: as
             many as there are pipeline ranks.
     """
@@ -40,7 +35,6 @@ class Given:
     chunks: int
     overlap: Overlap
     searches: bool
-    arguments: SimpleNamespace
     group: int | None = None
 
     @classmethod
@@ -61,36 +55,19 @@ class Given:
             count = (layers + ends) // (pp * int(each)) or 1
         elif "|" in (layout := str(given.get(_LAYOUT) or "")) and pp > 1:
             count = _stages(layout, layers) // pp or 1
-        elif given.get("hybrid_layer_pattern"):
-            main, *_ = given["hybrid_layer_pattern"].split("/")
-            count = (main.count("|") + 1) // pp or 1
         overlap = Overlap(
             bool(given.get("overlap_grad_reduce")), bool(given.get("overlap_param_gather"))
         )
         searches = searches_sizes(args, given)
-        named = {argument(flag_of(name)): value for name, value in given.items()}
-        every = SimpleNamespace(**{**values, **given, **named})
         name = values.get("pp_schedule")
         if name in GENERATORS:
             default = GENERATORS[name].default_chunks
-            return cls(name, count if count > 1 else default, overlap, searches, every)
+            return cls(name, count if count > 1 else default, overlap, searches)
         if count == 1:
-            return cls("1f1b", count, overlap, searches, every)
+            return cls("1f1b", count, overlap, searches)
         group = str(values.get(GROUP, ""))
         size = int(group) if group.isdigit() and int(group) != pp else None
-        return cls("interleaved", count, overlap, searches, every, size)
-
-    @property
-    def stock_only(self) -> str | None:
-        """Why training takes no schedule of ours beside the user's flags; None: it takes some."""
-        return of_schedules(self.arguments)
-
-    @property
-    def no_file(self) -> str | None:
-        """Why training takes no schedule file beside the user's flags; None: it takes one."""
-        if lengths.wanted(self.arguments):
-            return f"{FILE} has a fixed order, and {lengths.FLAG} {lengths.LENGTHS} makes its own"
-        return of_file(self.arguments)
+        return cls("interleaved", count, overlap, searches, size)
 
     def placement(self, pp: int) -> Placement:
         """Where its stages lie, on so many ranks."""
@@ -146,7 +123,7 @@ _OURS = tuple(
     f"pp_{name}"
     for name in (
         *("schedule", "memory_cap", "group_size", "offload", "offload_chunks", "offload_time"),
-        *("offload_transfer", "cheap_recompute", "vocab_parallel", "vocab_chunks", "cost"),
+        *("offload_transfer", "cheap_recompute", "vocab_parallel", "cost"),
         *("profile", "slices", "slice_tokens", "slice_cut", "slice_weights"),
     )
 )

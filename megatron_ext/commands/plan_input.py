@@ -10,7 +10,7 @@ from typing import Any
 from .._conflict import values_of
 from .._input import attribute, flag_of
 from ..plan.divisions import SIZES
-from ..plan.flags import FLAGS, add_flags, notes_on, read
+from ..plan.flags import FLAGS, add_flags, read
 from ..plan.huggingface import read_config
 from .parser import Options, Parser
 from .training_command import FORMS as FORMS
@@ -41,7 +41,7 @@ def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str
     found |= line
     if args.pp is not None:
         found["pipeline_model_parallel_size"] = args.pp
-    return found, ignored, [*notes, *notes_on(ignored)]
+    return found, ignored, notes
 
 
 def from_line(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

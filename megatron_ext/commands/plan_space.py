@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from .._input import meant
 from ..plan.gpu import Gpu
-from ..plan.launches import allow_full_recompute
 from ..plan.model import Job, PlanError
 from ..plan.profile import Profile
-from ..plan.slices import NUMBERS, refusal
+from ..plan.slices import NUMBERS
 from ..plan.space import SearchSpace
-from ..plan.stock import of_stock
+from ..schedule.generators import NAMES
 from .options import SEARCHED
 from .parser import Parser
-from .plan_conflicts import OFFLOAD, allowed, schedules
 from .plan_given import Given
+
+OFFLOAD = ("half", "full", "auto")
 
 
 def declare(parser: Parser) -> None:
@@ -76,50 +77,49 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
         batch = args.microbatches * job.micro_batch_size * job.data_parallel_size
         job = job.with_(global_batch_size=batch)
     job.microbatches()  # refuses what cannot be divided
-    names = schedules(args.schedules)
-    named = bool(args.schedules)
-    beside = own.arguments
-    on = args.cheap_recompute == "on"
-    names, job, kinds, vocabulary, cheap = allowed(
-        names, job, args.offload, beside, named=named, cheap=on
-    )
-    space = SearchSpace(
+    offload = args.offload
+    return SearchSpace(
         job,
         gpu,
         pp,
-        names,
+        schedules(args.schedules),
         numbers(args.chunks, "--chunks") or _chunks(job, own),
         _sizes(args, job, _profiles(args, job)),
-        recompute(args, job, cheap),
-        kinds,
+        recompute(args, job),
+        {None: OFFLOAD, "any": OFFLOAD, "off": ()}.get(offload, (str(offload),)),
         args.offload_transfer,
         not args.no_balance,
         _profiles(args, job),
-        always_offload=args.offload in OFFLOAD,
-        vocabulary=args.shard_vocabulary == "auto" and vocabulary,
-        full_recompute=args.cheap_recompute in (None, "auto")
-        and not args.profile
-        and allow_full_recompute(job),
+        always_offload=offload in OFFLOAD,
+        vocabulary=args.shard_vocabulary == "auto",
+        full_recompute=args.cheap_recompute in (None, "auto") and not args.profile,
         overlap=own.overlap,
-        slices=_slices(args, job, own),
+        slices=_slices(args),
     )
-    return space if own.stock_only is None else of_stock(space)
 
 
-def _slices(args: argparse.Namespace, job: Job, own: Given) -> tuple[int, ...]:
-    """Numbers of slices that are tried.
-
-    Raises:
-        PlanError: some are asked for, but training cuts no sequences of this job.
-    """
+def _slices(args: argparse.Namespace) -> tuple[int, ...]:
+    """Numbers of slices that are tried."""
     if args.slices == "off" or args.profile:
         return ()
-    why = refusal(own.arguments, job)
     if args.slices in (None, "auto"):
-        return () if why else NUMBERS
-    if why and not own.searches:
-        raise PlanError(f"--slices {args.slices}: {why}")
-    return tuple(n for n in numbers(args.slices, "--slices") or () if n > 1 and not why)
+        return NUMBERS
+    return tuple(n for n in numbers(args.slices, "--slices") or () if n > 1)
+
+
+def schedules(text: str | None) -> tuple[str, ...]:
+    """Of ``--schedules``; all without it.
+
+    Raises:
+        PlanError: one of them is unknown.
+    """
+    names = tuple(text.split(",")) if text else NAMES
+    for name in names:
+        if name not in NAMES:
+            raise PlanError(
+                f"unknown schedule {name!r}; give some of {', '.join(NAMES)}{meant(name, NAMES)}"
+            )
+    return names
 
 
 def _profiles(args: argparse.Namespace, job: Job) -> dict[tuple[int, bool], Profile]:
@@ -156,12 +156,12 @@ def _sizes(
     return tuple(b for b in sorted({1, 2, 4, job.micro_batch_size}) if share % b == 0)
 
 
-def recompute(args: argparse.Namespace, job: Job, cheap: bool) -> tuple[bool, ...]:
-    """Which of without and with cheap recompute; ``cheap``: training takes it."""
+def recompute(args: argparse.Namespace, job: Job) -> tuple[bool, ...]:
+    """Which of without and with cheap recompute."""
     if args.cheap_recompute in (None, "auto"):
         if job.recompute_granularity == "full":
             return (False,)
-        return (True,) if job.cheap_recompute else (False, True)[: 1 + cheap]
+        return (True,) if job.cheap_recompute else (False, True)
     if args.cheap_recompute == "on" and job.recompute_granularity == "full":
         raise PlanError("--cheap-recompute on has nothing to do under full recomputation")
     return (args.cheap_recompute == "on",)

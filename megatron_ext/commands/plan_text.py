@@ -37,7 +37,7 @@ def report_text(data: dict[str, Any], file: str | None, rows: Sequence[str]) -> 
         sizes = ", ".join(f"{head} {alone['division'][kind]}" for head, kind in _DIVISION.items())
         lines += ["", f"without a pipeline, on stock Megatron: {sizes}: {cost}"]
     if data["ignored"]:
-        lines += ["", "ignored flags: " + " ".join(data["ignored"])]
+        lines += ["", "not modelled: " + " ".join(data["ignored"])]
     return "\n".join(lines)
 
 
@@ -157,8 +157,6 @@ def _chosen(data: dict[str, Any], file: str | None) -> list[str]:
     lines = [f"flags of {what}:", *(f"  {words}" for words in best["flags"])]
     if best["division"]["pipeline"] == 1:
         lines.append("  (without a pipeline: stock Megatron, no schedule of ours)")
-    if data["stock_only"] is not None:
-        lines.append(f"  ({data['stock_only']}; so only Megatron's own schedules were searched)")
     lines += plan_layer_text(best.get("moe_layer"), gib)
     named = best["step_ms_by_name"]
     if file is None and named not in (None, best["step_ms"]):

@@ -8,7 +8,7 @@ functions. Tests compare with what autograd holds for Megatron's own layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class SetBytes(NamedTuple):
         host: on the host from F to B, of layers that copy there by themselves.
         shard: from S to T, what the rank's vocabulary passes keep of one microbatch; of its first
             stage.
-        scores: while S or T runs, the logits of one chunk of tokens.
+        scores: while S or T runs, the logits.
         waiting: of the stage with the loss, the depths' embeddings from E to F, and their gradient
             from B to G, if the vocabulary is sharded.
         carried: the keys and values of a microbatch, which its slices share; nothing where
@@ -69,21 +69,8 @@ def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=1024)
 def _layer(job: Job, kinds: str) -> tuple[Sequence[Part], tuple[int, int, int]]:
-    return _with_sums(job, layer, kinds)
-
-
-def _with_sums(
-    job: Job, make: Callable[[Job, str], Sequence[Part]], kinds: str
-) -> tuple[Sequence[Part], tuple[int, int, int]]:
-    """The parts, and the bytes of their tensors where Megatron offloads a share of its groups of
-    tensors: in the mean over a stage's layers, though it is the later ones that stay."""
-    parts = make(job, kinds)
-    kept, waiting, again = sums(job, parts)
-    share = job.activation_offload_fraction
-    if job.offload_modules and share < 1:
-        whole, *_ = sums(job, make(job.with_(offload_modules=()), kinds))
-        kept = round(share * kept + (1 - share) * whole)
-    return parts, (kept, waiting, again)
+    parts = layer(job, kinds)
+    return parts, sums(job, parts)
 
 
 def stage_set(job: Job, stage: Stage) -> SetBytes:
@@ -110,7 +97,8 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
             # One layer's at a time; what a split W needs of it is in ``bytes_b_to_w``.
             recompute = max(recompute, extra)
     for kinds in job.mtp_layers if stage.predicts else ():
-        predicting, (b, w, extra) = _with_sums(job, prediction_layer, kinds)
+        predicting = prediction_layer(job, kinds)
+        b, w, extra = sums(job, predicting)
         parts += predicting
         bytes_b_to_w += w
         # Recomputed as a whole it keeps its two inputs: hidden states and embeddings.
@@ -148,13 +136,12 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
 def with_shard(job: Job, sets: SetBytes) -> SetBytes:
     """The set of a rank's first stage, with what vocabulary passes keep there.
 
-    Of each microbatch and head the last stage's output and the input's gradient; with one chunk of
-    tokens the exponentials of the shard's logits too. In S and T one chunk's logits, also in fp32.
+    Of each microbatch and head the last stage's output, the input's gradient, and the exponentials
+    of the shard's logits. In S and T the logits, also in fp32.
     """
     if not job.vocab_parallel:
         return sets
     e, t = job.element_bytes, job.heads * job.tokens
     hidden = e * job.hidden_size * (job.heads * job.sharded_tokens + t)
-    kept = e * t * job.words if job.vocab_chunks == 1 else 0
-    scores = (e + FP32) * -(-t // job.vocab_chunks) * job.words
-    return sets._replace(shard=hidden + kept, scores=scores)
+    scores = t * job.words
+    return sets._replace(shard=hidden + e * scores, scores=(e + FP32) * scores)

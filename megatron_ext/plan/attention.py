@@ -26,10 +26,6 @@ from .parts import (
 )
 
 
-def _offloads(job: Job, name: str) -> bool:
-    return name in job.offload_modules
-
-
 def _core_work(job: Job, queries: int, values: int, window: int | None) -> Work:
     """Between queries, keys, values and the output; ``queries``, ``values``: widths on a rank."""
     span = min(job.seq_length, window or job.seq_length)
@@ -77,26 +73,21 @@ def _gathered(job: Job, widths: int) -> int:
     return 2 * job.element_bytes * job.tokens * cp * widths if gathers else 0
 
 
-def attention(job: Job, *, window: int | None = None) -> Part:
-    """Self-attention with grouped queries and the norm before it.
-
-    Args:
-        window: tokens that a query attends to; None: all before it.
-    """
+def attention(job: Job) -> Part:
+    """Self-attention with grouped queries and the norm before it."""
     e, t, h = job.element_bytes, job.tokens, job.hidden_size
     tp = job.tensor_model_parallel_size
     q, k = job.query_width // tp, job.key_width // tp
-    gate = q if job.attention_output_gate else 0
-    before = norm(job, "attention", fused=True, offload="attn_norm")
+    before = norm(job, "attention", fused=True)
     bias = job.add_bias_linear or job.add_qkv_bias
     # With fewer groups than ranks each computes a part of them, and gets the rest from the others.
-    width = q + 2 * (job.num_query_groups * job.kv_channels) // tp + gate
+    width = q + 2 * (job.num_query_groups * job.kv_channels) // tp
     qkv = column(job, "input of queries, keys, values", h, width, bias=bias, input=before.input)
     repeated = 2 * k
     if not job.flash_attention and not job.recomputes("core_attn"):
         repeated = 2 * q  # keys and values are repeated for every query head first
     kept: Pieces = [SavedTensor("queries, keys, values", e * t * (q + repeated)), *scores(job)]
-    parameters = before.parameters + _offsets(job)
+    parameters = before.parameters
     own = job.qk_layernorm and not job.qk_l2_norm  # which wins, and has no parameters
     if job.qk_layernorm or job.qk_l2_norm:
         numbers = 2 if own and job.normalization == "LayerNorm" else 1
@@ -104,21 +95,18 @@ def attention(job: Job, *, window: int | None = None) -> Part:
         inputs = e * t * (q + k) + FP32 * numbers * rows
         kept.append(SavedTensor("inputs of query and key norms", inputs))
         parameters += 2 * norm_parameters(job, job.kv_channels) if own else 0
-    if gate:
-        # The gate, and what it is multiplied with.
-        kept.append(SavedTensor("output gate and attention's own output", 2 * e * t * gate))
-    core = _core_work(job, q, q, window)
+    core = _core_work(job, q, q, job.window)
     rope = 2 * e * t * (q + 2 * k)
     work = Work(moved=rope, moved_back=rope, kernels=2).plus(core).plus(exchange(job))
-    work = work.plus(waits(job, ATTENTION, "attn"))
+    work = work.plus(waits(job, ATTENTION))
     if job.num_query_groups < tp:
         # An all-gather in F, a reduce-scatter in B.
         work = work.plus(Work(tensor_bytes=e * t * width * (tp - 1), collectives=1))
     return Part(
         (
             before.saved,
-            *dropped([qkv], really=_offloads(job, "qkv_linear") and before.input == "own"),
-            *dropped(kept, really=_offloads(job, "core_attn")),
+            qkv,
+            *kept,
             *_projection(job, q),
             *dropout_mask(job),
         ),
@@ -130,15 +118,9 @@ def attention(job: Job, *, window: int | None = None) -> Part:
     )
 
 
-def _offsets(job: Job) -> int:
-    """Parameters of ``--softmax-type learnable``: one a head."""
-    learned = job.softmax_type == "learnable"
-    return learned * job.num_attention_heads // job.tensor_model_parallel_size
-
-
 def _projection(job: Job, width: int) -> Pieces:
     """Attention's output, which a flash kernel keeps too, and the layer after it."""
-    output: Pieces = [
+    return [
         SavedTensor("attention's output", job.element_bytes * job.tokens * width),
         row(
             *(job, "output projection", width, job.hidden_size),
@@ -146,7 +128,6 @@ def _projection(job: Job, width: int) -> Pieces:
             input="original",
         ),
     ]
-    return dropped(output, really=_offloads(job, "attn_proj"))
 
 
 def latent_attention(job: Job) -> Part:
@@ -157,10 +138,10 @@ def latent_attention(job: Job) -> Part:
     q, v = heads * (job.qk_head_dim + job.qk_pos_emb_head_dim), heads * job.v_head_dim
     kv = heads * (job.qk_head_dim + job.v_head_dim)
     latent = job.kv_lora_rank
-    before = norm(job, "attention", offload="attn_norm")
+    before = norm(job, "attention")
     recomputes = job.recomputes("mla_up_proj")
     pieces: Pieces = [before.saved]
-    parameters = before.parameters + _offsets(job)
+    parameters = before.parameters
     if job.q_lora_rank is None:
         pieces.append(column(job, "input of queries", h, q, input=before.input))
     else:
@@ -177,8 +158,8 @@ def latent_attention(job: Job) -> Part:
         parameters += norm_parameters(job, latent)
         parameters += norm_parameters(job, job.q_lora_rank) if job.q_lora_rank else 0
     made = SavedTensor("queries, keys, values", e * t * (2 * q + v))
-    pieces += dropped([made], really=recomputes or _offloads(job, "core_attn"))
-    pieces += dropped(scores(job), really=_offloads(job, "core_attn"))
+    pieces += dropped([made], really=recomputes)
+    pieces += scores(job)
     core = _core_work(job, q, v, None)
     rope = 2 * e * t * (q + kv)
     own = Work(moved=rope, moved_back=rope, kernels=4)
@@ -186,7 +167,7 @@ def latent_attention(job: Job) -> Part:
     return Part(
         (*pieces, *_projection(job, v), *dropout_mask(job)),
         parameters,
-        own.plus(core).plus(exchange(job)).plus(before.work).plus(waits(job, LATENT, "attn")),
+        own.plus(core).plus(exchange(job)).plus(before.work).plus(waits(job, LATENT)),
         again.plus(own) if recomputes else again,
         _gathered(job, q + v),
         carried=e * t * (q + v),

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from .gpu import Gpu
 from .memory import StageBytes
 from .model import Job
-from .parameters import Count, gathered_bytes, state_bytes, weight_parts
+from .parameters import Count, gathered_bytes, state_bytes
 from .times import MESSAGE_S
 
-ATTENTION = "*w+"  # kinds of layers whose keys and values context-parallel ranks exchange
+ATTENTION = "*+"  # kinds of layers whose keys and values context-parallel ranks exchange
 
 ASSUMPTIONS = (
     "data-parallel exchange: gradients and parameters once an iteration, over rings, at the rate "
@@ -85,18 +85,11 @@ class Links:
         sharded = job.use_distributed_optimizer or job.optimizer == "dist_muon"
         # Every instance has all states: shards are reduced once more over the instances.
         instances = job.num_distributed_optimizer_instances if sharded else 1
-        # Ranks that hold the same parts of weights; those between them reduce in every pass.
-        parts, expert_parts = weight_parts(job)
-        ranks, stride = (
-            job.data_parallel_size * job.context_parallel_size // parts,
-            job.tensor_model_parallel_size * parts,
-        )
+        ranks = job.data_parallel_size * job.context_parallel_size
         of_experts = job.expert_model_parallel_size * job.expert_tensor_parallel_size
-        of_experts *= expert_parts
-        sharing = job.expert_data_parallel_size // expert_parts
         shared = (
-            (Count(count.dense, other=count.other), ranks, stride),
-            (Count(expert=count.expert), sharing, of_experts),
+            (Count(count.dense, other=count.other), ranks, job.tensor_model_parallel_size),
+            (Count(expert=count.expert), job.expert_data_parallel_size, of_experts),
         )
         gradients = parameters = 0.0
         for part, ranks, stride in shared:

@@ -66,7 +66,6 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         # Without a pipeline there is nothing to share it with.
         vocab_parallel=bool(given.get("pp_vocab_parallel"))
         and given.get("pipeline_model_parallel_size", 1) > 1,
-        vocab_chunks=given.get("pp_vocab_chunks") or 1,
         **layer_kinds(given),
         **precision(given),
         **recompute(given),
@@ -79,10 +78,6 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         values["position_embedding_type"] = "rope"
     if given.get("moe_token_dispatcher_type") == "flex":
         assumed.append("flex dispatcher: sets as with alltoall; its own buffers are not counted")
-    if given.get("tp_comm_overlap"):
-        assumed.append("--tp-comm-overlap: what it hides of communication is not counted")
-    if given.get("graphed"):
-        assumed.append("memory of CUDA graphs is not counted")
     if values["recipe"] is not None:
         assumed.append(
             f"{values['recipe']}: quantized weights are kept row-wise and column-wise, inputs of "
@@ -100,9 +95,7 @@ def _positive(given: dict[str, Any]) -> None:
 
 
 def _known(given: dict[str, Any]) -> None:
-    share, dtype = given.get("activation_offload_fraction", 1), given.get("output_logit_dtype")
-    if not 0 <= share <= 1:
-        raise PlanError(f"--activation-offload-fraction must be between 0 and 1, got {share}")
+    dtype = given.get("output_logit_dtype")
     if dtype not in (None, "bf16", "fp32"):
         raise PlanError(f"--output-logit-dtype must be one of bf16, fp32, got {dtype}")
 
@@ -147,13 +140,10 @@ def _dtype(given: dict[str, Any]) -> str:
 
 
 def precision(given: dict[str, Any]) -> dict[str, Any]:
-    """FP8 and FP4: the recipe, and whether parameters are gathered in it."""
-    eight, four = given.get("fp8_format"), given.get("fp4_format")
-    if eight and four:
-        raise PlanError("--fp8-format and --fp4-format exclude each other; give one")
+    """FP8: the recipe, and whether parameters are gathered in it."""
     recipe = recipe_of(given.get)
-    gathered = given.get("fp8_param_gather" if eight else "fp4_param_gather")
-    return {"recipe": recipe, "quantized_parameters": bool(recipe and gathered)}
+    gathered = bool(recipe and given.get("fp8_param_gather"))
+    return {"recipe": recipe, "quantized_parameters": gathered}
 
 
 def _gradients(given: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +156,7 @@ def _gradients(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def recompute(given: dict[str, Any]) -> dict[str, Any]:
-    """What is recomputed, and offloaded by Megatron itself."""
+    """What is recomputed."""
     granularity = given.get("recompute_granularity")
     if given.get("recompute_activations"):
         granularity = "selective"
@@ -176,7 +166,6 @@ def recompute(given: dict[str, Any]) -> dict[str, Any]:
         modules = [*(modules or ["core_attn"]), "moe"]
     if granularity == "selective" and modules is None:
         modules = ["core_attn"]
-    offloaded = given.get("offload_modules") or ()
     if granularity not in (None, "selective", "full"):
         raise PlanError(f"--recompute-granularity must be full or selective, got {granularity!r}")
     if granularity == "full" and given.get("recompute_method") not in ("uniform", "block"):
@@ -185,9 +174,6 @@ def recompute(given: dict[str, Any]) -> dict[str, Any]:
         "recompute_granularity": granularity,
         # Without the granularity Megatron ignores them.
         "recompute_modules": tuple(modules or ()) if granularity == "selective" else (),
-        "offload_modules": tuple(offloaded)
-        if given.get("fine_grained_activation_offloading")
-        else (),
     }
 
 
@@ -213,22 +199,10 @@ def _data_parallel(given: dict[str, Any], tp: int, assumed: list[str]) -> dict[s
             f"{experts} expert-parallel x expert-tensor-parallel ranks do not divide"
         )
     instances = given.get("num_distributed_optimizer_instances", 1)
-    shared = [("tensor_parallel_num_weight_shards", tp, world // (tp * pp))]
+    shared = [world // (tp * pp)]
     if given.get("num_experts"):
-        shared.append(("expert_tensor_parallel_num_weight_shards", etp, world // pp // experts))
-    for name, size, ranks in shared:
-        parts = max(1, (given.get(name) or size) // size)
-        if parts > 1:
-            assumed.append(
-                f"{flag_of(name)}: passes hide what is gathered and reduced of weights, and its "
-                "buffers are not counted"
-            )
-        if ranks % parts:
-            raise PlanError(
-                f"{flag_of(name)} {given[name]} cuts weights over {parts} ranks, which do not "
-                f"divide the {ranks} data-parallel ones; give another number"
-            )
-        ranks //= parts
+        shared.append(world // pp // experts)
+    for ranks in shared:
         if ranks % instances:
             raise PlanError(
                 f"--num-distributed-optimizer-instances {instances} does not divide the {ranks} "

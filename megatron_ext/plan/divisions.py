@@ -16,10 +16,6 @@ SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
-WEIGHT_SHARDS = (
-    "tensor_parallel_num_weight_shards",
-    "expert_tensor_parallel_num_weight_shards",
-)
 RULES = (
     "tensor parallel ranks divide heads and lie in one node, the pipeline has no more stages than "
     "layers, data-parallel ranks divide --global-batch-size, twice the context-parallel ranks "
@@ -44,10 +40,9 @@ def divisions(given: dict[str, Any], node: int = NODE) -> list[Job]:
         if given.get(name) is None:
             flag = "--" + name.replace("_", "-")
             raise PlanError(f"the search over parallel sizes needs {flag} too")
-    for name in ("pipeline_model_parallel_layout", "hybrid_layer_pattern"):
-        value = given.get(name)
-        if value is not None and "|" in str(value) and given.get(SIZES[1]) is None:
-            raise PlanError(f"--{name.replace('_', '-')} lists pipeline stages: give --pp too")
+    layout = given.get("pipeline_model_parallel_layout")
+    if layout is not None and "|" in str(layout) and given.get(SIZES[1]) is None:
+        raise PlanError("--pipeline-model-parallel-layout lists pipeline stages: give --pp too")
     jobs: list[Job] = []
     failed: PlanError | None = None
     job_of(undivided(given))
@@ -76,7 +71,7 @@ def divisions(given: dict[str, Any], node: int = NODE) -> list[Job]:
 def undivided(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model on one device."""
     alone = {"world_size": None, attribute(PAIRS): False}  # which needs experts on several ranks
-    return given | alone | dict.fromkeys(SIZES, 1) | dict.fromkeys(WEIGHT_SHARDS)
+    return given | alone | dict.fromkeys(SIZES, 1)
 
 
 def _divided(given: dict[str, Any], sizes: tuple[int, ...]) -> dict[str, Any]:

@@ -9,17 +9,15 @@ from typing import Any, NoReturn
 
 from .._conflict import values_of
 from .._input import attribute, flag_of
-from . import overlap, vocabulary
+from . import overlap
 from .defaults import job_with_defaults
-from .launches import GRAPHS as GRAPHS
-from .launches import graphed as graphed
 from .layout import check_stages
 from .model import Job, PlanError
 from .moe_job import check, exclude_chunks
 
 # Fields of the job that have no flag of their own name.
 _COMPUTED = {
-    *("layers", "mtp_layers", "segments", "hybrid", "window", "recipe", "quantized_parameters"),
+    *("layers", "mtp_layers", "window", "recipe", "quantized_parameters"),
     *("add_bias_linear", "flash_attention", "transformer_engine", "data_parallel_size"),
     *(
         "cp_comm_type",
@@ -29,7 +27,7 @@ _COMPUTED = {
         "recompute_modules",
         "layout",
     ),
-    *("offload_modules", "assumptions", "vocab_parallel", "vocab_chunks", "graphed"),
+    *("assumptions", "vocab_parallel"),
 }
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
@@ -54,55 +52,32 @@ FLAGS: dict[str, Any] = {
     "--moe-layer-freq": str,
     "--moe-layer-recompute": bool,
     "--mtp-num-layers": int,
-    "--hybrid-layer-pattern": str,
-    "--hybrid-override-pattern": str,
-    "--experimental-attention-variant": str,
-    "--linear-attention-freq": str,
     "--window-size": str,
-    "--window-attn-skip-freq": str,
     "--world-size": int,
     "--bf16": bool,
     "--fp16": bool,
     "--fp8-format": str,
     "--fp8-recipe": str,
     "--fp8-param-gather": bool,
-    "--fp4-format": str,
-    "--fp4-recipe": str,
-    "--fp4-param-gather": bool,
     "--accumulate-allreduce-grads-in-fp32": bool,
     "--cp-comm-type": list,
     "--recompute-activations": bool,
     "--recompute-modules": list,
-    "--fine-grained-activation-offloading": bool,
-    "--offload-modules": list,
     "--pipeline-model-parallel-layout": str,
     "--pp-cheap-recompute": bool,
     "--pp-vocab-parallel": bool,
-    "--pp-vocab-chunks": int,
     "--overlap-grad-reduce": bool,
     "--overlap-param-gather": bool,
 }
 
-# What would make every number here wrong, and what to do instead.
-NOT_MODELLED = {
-    "--use-megatron-fsdp": "shards parameters in another way",
-    "--use-torch-fsdp2": "shards parameters in another way",
-    "--use-legacy-models": "is another model",
-    "--cpu-offloading": "moves activations to the host (Megatron: without a pipeline only)",
-    "--cpu-offloading-num-layers": "moves activations to the host (Megatron: without a pipeline)",
-    "--enable-mhc-connections": "widens every message and residual",
-    "--enable-hyper-connections": "widens every message and residual",
-    "--fp32-residual-connection": "doubles every message and residual",
-    "--heterogeneous-layers-config-path": "gives every layer sizes of its own",
-    "--heterogeneous-layers-config-encoded-json": "gives every layer sizes of its own",
-}
-
-# Also known, because they change what is counted here by less than its error or not at all.
-COUNTED_AS = {
-    "--first-last-layers-bf16": "all layers are counted as quantized",
-    "--overlap-dispatch-backward-with-experts-wgrad": "what "
-    "--overlap-dispatch-backward-with-experts-wgrad hides of the experts' exchange is not counted",
-}
+# With these the model is another one, and every number here would be wrong.
+NOT_MODELLED = (
+    *("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-legacy-models"),
+    *("--cpu-offloading", "--cpu-offloading-num-layers", "--fp32-residual-connection"),
+    *("--enable-mhc-connections", "--enable-hyper-connections"),
+    *("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
+    *("--hybrid-layer-pattern", "--hybrid-override-pattern", "--experimental-attention-variant"),
+)
 
 
 def add_flags(parser: argparse._ActionsContainer) -> None:
@@ -142,31 +117,20 @@ def read(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     ignored = [token.split("=", 1)[0] for token in rest if token.startswith("--")]
     why = not_modelled({**vars(known), **values_of(rest)}.get)
     if why is not None:
-        raise PlanError(
-            f"{why}, which plan does not model; leave it out and read the numbers as a lower bound"
-        )
+        raise PlanError(why)
     exclude_chunks(vars(known), rest)
     overlap.exclude_pairs(vars(known), rest)
-    modules = graphed(values_of(rest))
-    found = {**vars(known), **({"graphed": modules} if modules else {})}
-    return found, [flag for flag in ignored if flag not in GRAPHS]
+    return vars(known), ignored
 
 
 def not_modelled(value: Callable[[str], Any]) -> str | None:
-    """What makes the model another one than plan's, and how; None: nothing does.
+    """The flags with which the model is another one than plan's; None: there are none.
 
     Args:
         value: of one of Megatron's arguments, by name; None: it is not given.
     """
-    for flag, why in NOT_MODELLED.items():
-        if value(attribute(flag)):
-            return f"{flag} {why}"
-    return None
-
-
-def notes_on(ignored: Sequence[str]) -> list[str]:
-    """Assumptions that ignored flags make necessary."""
-    return sorted({COUNTED_AS[flag] for flag in ignored if flag in COUNTED_AS})
+    found = [flag for flag in NOT_MODELLED if value(attribute(flag))]
+    return f"not modelled: {', '.join(found)}" if found else None
 
 
 def job_of(given: dict[str, Any]) -> Job:
@@ -178,14 +142,11 @@ def job_of(given: dict[str, Any]) -> Job:
     Raises:
         PlanError: a flag that is needed is missing, or two of them contradict each other.
     """
-    hybrid = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern")
-    needed = _NEEDED[1:] if hybrid else _NEEDED
-    missing = [f for f in needed if given.get(attribute(f)) is None]
+    missing = [f for f in _NEEDED if given.get(attribute(f)) is None]
     if missing:
         raise PlanError(f"plan needs {', '.join(missing)} too, as pretrain_gpt.py has them")
     job = job_with_defaults(dict(given))
     check(job)
-    vocabulary.refuse(job)
     overlap.refuse(job)
     check_stages(job)
     return job

@@ -20,16 +20,11 @@ from .parts import (
     norm_parameters,
     norm_work,
 )
-from .recurrent import delta_net, mamba
 
-# By the symbols of --hybrid-layer-pattern, and "w" for attention with a sliding window. A GPT layer
-# is two of them, such as "*-"; a layer of a hybrid pattern is one.
+# By their symbols in ``Job.layers``: a layer is two of them, such as "*-".
 PARTS: dict[str, Callable[[Job], Part]] = {
     "*": attention,
-    "w": lambda job: attention(job, window=job.window),
     "+": latent_attention,
-    "M": mamba,
-    "G": delta_net,
     "-": dense,
     "E": experts,
 }

@@ -63,16 +63,8 @@ class Split:
         texts[-1] += "L"
         return "|".join(texts)
 
-    def pattern(self, job: Job) -> str:
-        """For ``--hybrid-layer-pattern``: the job's, with these stages."""
-        layers = iter(job.layers)
-        parts = ["".join(next(layers) for _ in range(count)) for count in self.counts]
-        return "/".join(["|".join(parts), *job.mtp_layers])
-
     def flag(self, job: Job) -> tuple[str, str]:
         """The flag of a layout other than Megatron's even one, and its value."""
-        if job.hybrid:
-            return "--hybrid-layer-pattern", self.pattern(job)
         return "--pipeline-model-parallel-layout", self.text(len(job.mtp_layers))
 
 
@@ -183,13 +175,12 @@ def check_stages(job: Job) -> None:
     Raises:
         PlanError: with the numbers and the fix; or as ``read_layout``.
     """
-    pp, counts = job.pipeline_model_parallel_size, job.segments
-    if counts is None and job.layout is not None and "|" in job.layout:
-        counts = read_layout(job.layout, job.num_layers).counts
-    if counts is not None and len(counts) % pp:
-        flag = "--hybrid-layer-pattern" if job.hybrid else "--pipeline-model-parallel-layout"
+    if job.layout is None or "|" not in job.layout:
+        return
+    pp, counts = job.pipeline_model_parallel_size, read_layout(job.layout, job.num_layers).counts
+    if len(counts) % pp:
         raise PlanError(
-            f"{flag} lists {len(counts)} stages, no multiple of "
+            f"--pipeline-model-parallel-layout lists {len(counts)} stages, no multiple of "
             f"--pipeline-model-parallel-size {pp}; give equally many for every rank"
         )
 
@@ -203,8 +194,6 @@ def split_of(job: Job, stages: int, chunks: int = 1) -> Split | None:
     Raises:
         PlanError: as ``read_layout``.
     """
-    if job.segments is not None:
-        return Split(job.segments) if len(job.segments) == stages else None
     if job.layout is None:
         return _spread(job, stages, chunks)
     split = read_layout(job.layout, job.num_layers)

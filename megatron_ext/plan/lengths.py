@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-from .._conflict import Conflict, first_conflict
+from .._conflict import Conflict
 
 FLAG, LENGTHS = "--pp-microbatch-costs", "lengths"
 _EQUAL = "its plan is one for equal microbatches; drop one of them"
@@ -34,9 +33,3 @@ CONFLICTS = (
 def wanted(args: Any) -> bool:
     """True if steps are planned for their lengths, by Megatron's arguments."""
     return getattr(args, "pp_microbatch_costs", None) == LENGTHS
-
-
-def refusal(args: Any, **options: Any) -> str | None:
-    """Why training refuses ``options``, by argument name, beside ``args``; None: it does not."""
-    found = first_conflict(CONFLICTS, SimpleNamespace(**options)) if wanted(args) else None
-    return None if found is None else f"{FLAG} {LENGTHS} does not support {found[1]}"

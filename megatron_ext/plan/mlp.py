@@ -26,11 +26,6 @@ def _activation(job: Job, rows: int, width: int) -> Work:
     return Work(moved=size * (gates + 1), moved_back=size * (2 * gates + 1), kernels=1)
 
 
-def _is_one(job: Job) -> bool:
-    """True where an MLP is one operation of Transformer Engine, of which W cannot be apart."""
-    return job.use_transformer_engine_op_fuser and job.transformer_engine
-
-
 def _inner(job: Job, name: str, fc1: Linear, outputs: int, *, drops: bool) -> Pieces:
     """``fc1``, its activation function and fc2; ``drops``: the function's output is recomputed.
 
@@ -52,13 +47,12 @@ def _inner(job: Job, name: str, fc1: Linear, outputs: int, *, drops: bool) -> Pi
 def dense(job: Job) -> Part:
     """The MLP of one layer and the norm before it."""
     h, width = job.hidden_size, job.ffn_hidden_size // job.tensor_model_parallel_size
-    before = norm(job, "MLP", fused=True, offload="mlp_norm")
+    before = norm(job, "MLP", fused=True)
     fc1 = column(
         *(job, "input of the MLP", h, job.gates * width),
         bias=job.add_bias_linear,
         input=before.input,
     )
-    fc1 = fc1._replace(splits=fc1.splits and not _is_one(job))
     pieces = _inner(job, "MLP", fc1, h, drops=job.cheap_recompute)
     recomputed = job.recomputes("mlp")
     if recomputed:
@@ -104,7 +98,7 @@ def experts(job: Job) -> Part:
     width = job.moe_ffn_hidden_size // job.expert_tensor_parallel_size
     latent = job.moe_latent_size or h
     bias = job.add_bias_linear
-    before = norm(job, "MLP", offload="mlp_norm")
+    before = norm(job, "MLP")
     # The router keeps it in 16 bits; what is quantized keeps a copy, unless the norm is recomputed.
     normed = SavedTensor("MLP norm's output", e * t * h)
     source = "kept" if before.input == "own" else "original"
@@ -117,14 +111,9 @@ def experts(job: Job) -> Part:
         inner.append(Linear("input of the latent", t, h, latent, bias=bias, input=source))
         inner.append(Linear("experts' outputs in the latent", t, latent, h, bias=bias))
     fc1 = Linear("experts' input", routed, latent, job.gates * width, own, bias, expert=True)
-    fc1 = fc1._replace(splits=not (_is_one(job) and job.moe_grouped_gemm))
     # Cheap recompute leaves experts in chunks alone; where it asks for moe_act, the plan is s0.
     drops = (job.cheap_recompute and fixed_plan(job) is None) or job.recomputes("moe_act")
     routed_pieces = _inner(job, "experts'", fc1, latent, drops=drops)
-    if "expert_fc1" in job.offload_modules:
-        routed_pieces[0] = routed_pieces[0].dropped()
-    if "moe_act" in job.offload_modules:
-        routed_pieces[1:] = dropped(routed_pieces[1:])
     inner += [*routed_pieces, SavedTensor("probabilities of routed tokens", FP32 * routed)]
     parameters, shared = before.parameters, job.moe_shared_expert_intermediate_size
     if shared:
@@ -134,11 +123,11 @@ def experts(job: Job) -> Part:
     recomputed = job.recomputes("moe")
     pieces += dropped(inner, really=recomputed)
     work, activation = _routing(job, routed), _activation(job, routed, width)
-    work = work.plus(waits(job, ROUTER, "moe_router", "moe")).plus(waits(job, DISPATCH, "moe"))
+    work = work.plus(waits(job, ROUTER)).plus(waits(job, DISPATCH))
     work = work.plus(of_experts(job, own))
     if shared:
         tp = job.tensor_model_parallel_size
-        work = work.plus(_activation(job, job.tokens, shared // tp)).plus(waits(job, SHARED, "moe"))
+        work = work.plus(_activation(job, job.tokens, shared // tp)).plus(waits(job, SHARED))
         work = work.plus(exchange(job))
     whole = Part(
         (before.saved, *pieces, *dropout_mask(job)),

@@ -27,12 +27,11 @@ class Job:
     """One training job. Names and defaults are those of Megatron's arguments.
 
     Sizes are in elements, ``micro_batch_size`` in samples. ``padded_vocab_size`` is what Megatron
-    pads the vocabulary to. ``cheap_recompute``, ``vocab_parallel`` and ``vocab_chunks`` are ours.
+    pads the vocabulary to. ``cheap_recompute`` and ``vocab_parallel`` are ours.
     ``layers[i]`` are the parts of decoder layer i and ``mtp_layers[i]`` those of depth i of
-    multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
-    stage, where a hybrid pattern lists stages. ``recipe`` is the FP8 or FP4 recipe;
-    ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4); ``window`` how far attention looks.
-    ``graphed`` are modules in CUDA graphs. ``overlap_moe_expert_parallel_comm``: None is open."""
+    multi-token prediction, by the symbols of ``kinds.PARTS``. ``recipe`` is the FP8 recipe;
+    ``quantized_parameters`` is ``--fp8-param-gather``; ``window`` how far attention looks.
+    ``overlap_moe_expert_parallel_comm``: None is open."""
 
     num_layers: int
     hidden_size: int
@@ -58,11 +57,8 @@ class Job:
     attention_dropout: float = 0.1
     flash_attention: bool = True
     attention_softmax_in_fp32: bool = False
-    softmax_type: str = "vanilla"
     transformer_engine: bool = True
     mtp_layers: tuple[str, ...] = ()
-    segments: tuple[int, ...] | None = None
-    hybrid: bool = False
     mtp_use_repeated_layer: bool = False
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
@@ -70,17 +66,7 @@ class Job:
     qk_head_dim: int = 128
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
-    attention_output_gate: bool = False
     window: int | None = None
-    mamba_state_dim: int = 128
-    mamba_head_dim: int = 64
-    mamba_num_groups: int = 8
-    mamba_num_heads: int | None = None
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
     output_logit_dtype: str | None = None
@@ -91,8 +77,6 @@ class Job:
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
     moe_grouped_gemm: bool = False
-    use_transformer_engine_op_fuser: bool = False
-    graphed: tuple[str, ...] = ()
     moe_token_dispatcher_type: str = "allgather"
     moe_pipeline_chunks: str | None = None
     moe_memory_reuse: str | None = None
@@ -104,10 +88,7 @@ class Job:
     cp_comm_type: str = "p2p"
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
-    tensor_parallel_num_weight_shards: int | None = None
-    expert_tensor_parallel_num_weight_shards: int | None = None
     sequence_parallel: bool = False
-    tp_comm_overlap: bool = False
     data_parallel_size: int = 1
     params_dtype: str = "fp32"
     recipe: str | None = None
@@ -130,13 +111,10 @@ class Job:
     recompute_method: str | None = None
     recompute_num_layers: int = 1
     recompute_modules: tuple[str, ...] = ()
-    offload_modules: tuple[str, ...] = ()
-    activation_offload_fraction: float = 1.0
     distribute_saved_activations: bool = False
     cheap_recompute: bool = False
     overlap_moe_expert_parallel_comm: bool | None = None
     vocab_parallel: bool = False
-    vocab_chunks: int = 1
     micro_batch_size: int = 1
     global_batch_size: int | None = None
     layout: str | None = None
@@ -168,7 +146,7 @@ class Job:
             if getattr(self, name) not in _BYTES:
                 raise PlanError(f"{flag_of(name)} must be one of {', '.join(_BYTES)}")
         if self.recipe not in (None, *RECIPES):
-            raise PlanError(f"--fp8-recipe (or fp4) must be one of {', '.join(RECIPES)}")
+            raise PlanError(f"--fp8-recipe must be one of {', '.join(RECIPES)}")
         if not 0 <= self.optimizer_offload_fraction <= 1:
             raise PlanError("--optimizer-offload-fraction must be between 0 and 1")
         if self.cheap_recompute and self.recompute_granularity == "full":
@@ -189,8 +167,8 @@ class Job:
 
     @property
     def stages_are_given(self) -> bool:
-        """True if a layout or a hybrid pattern lists every stage's layers."""
-        return self.layout is not None or self.segments is not None
+        """True if a layout lists every stage's layers."""
+        return self.layout is not None
 
     @property
     def words(self) -> int:
@@ -211,11 +189,6 @@ class Job:
     def recomputes(self, module: str) -> bool:
         """True if ``--recompute-modules`` has it."""
         return module in self.recompute_modules
-
-    @property
-    def mamba_heads(self) -> int:
-        """Heads of a Mamba layer; its inner size is twice the hidden size unless they are given."""
-        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
     def tokens(self) -> int:
@@ -278,10 +251,7 @@ class Job:
 def _shared(job: Job) -> list[tuple[str, int, int]]:
     """What is cut into equal parts: its name, its size, and how many."""
     tp, cp, length = job.tensor_model_parallel_size, job.context_parallel_size, job.seq_length
-    kinds = "".join((*job.layers, *job.mtp_layers))
-    mamba, delta = tp if "M" in kinds else 1, tp if "G" in kinds else 1
     # Of a sequence two parts, so that causal attention is balanced.
-    etp = job.expert_tensor_parallel_size
     parts, shares = cp if cp == 1 else 2 * cp, tp if job.sequence_parallel else 1
     return [
         ("--num-attention-heads", job.num_attention_heads, tp),
@@ -289,15 +259,5 @@ def _shared(job: Job) -> list[tuple[str, int, int]]:
         ("--seq-length (two parts a context-parallel rank)", length, parts),
         ("--seq-length of a context-parallel rank", length // cp, shares),
         ("--ffn-hidden-size", job.ffn_hidden_size, tp),
-        *(
-            (flag_of(name), getattr(job, name) or ranks, ranks)
-            for name, ranks in (
-                ("tensor_parallel_num_weight_shards", tp),
-                ("expert_tensor_parallel_num_weight_shards", etp),
-            )
-        ),
         ("--num-experts", job.num_experts, job.expert_model_parallel_size),
-        ("the Mamba heads", job.mamba_heads, mamba),
-        ("--mamba-num-groups", job.mamba_num_groups, mamba),
-        ("--linear-num-key-heads", job.linear_num_key_heads, delta),
     ]

@@ -164,17 +164,13 @@ def obstacle(job: Job, strategy: str) -> str | None:
     """
     if job.moe_token_dispatcher_type == "flex":
         return f"--moe-token-dispatcher-type flex: plan does not model its chunks; drop {CHUNKS}"
-    quantized = None if job.recipe is None else "--fp4" if job.recipe == "nvfp4" else "--fp8"
     args = SimpleNamespace(
         recompute_granularity=job.recompute_granularity,
         recompute_modules=job.recompute_modules,
-        offload_modules=job.offload_modules,
-        fp8=quantized == "--fp8",
+        fp8=job.recipe is not None,
         fp8_recipe=job.recipe,
-        fp4=quantized == "--fp4",
         overlap_moe_expert_parallel_comm=job.overlap_moe_expert_parallel_comm,
         expert_tensor_parallel_size=job.expert_tensor_parallel_size,
-        expert_tensor_parallel_num_weight_shards=job.expert_tensor_parallel_num_weight_shards,
     )
     found = first_conflict(CONFLICTS, args, ("", *parts_of(strategy)))
     return None if found is None else found[1]

@@ -13,8 +13,7 @@ from .parts import Part, copies_weights
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters on one rank, in elements: of weights that ``--tensor-parallel-num-weight-shards``
-    cuts over data-parallel ranks, its part.
+    """Parameters on one rank, in elements.
 
     Attributes:
         dense: weights of linear layers; the distributed optimizer shards them over all
@@ -35,14 +34,6 @@ class Count:
     def total(self) -> int:
         """All of them."""
         return self.dense + self.expert + self.other
-
-
-def weight_parts(job: Job) -> tuple[int, int]:
-    """Data-parallel ranks that each hold a part of a weight, and gather it when it is used; and the
-    same of experts' weights."""
-    tp, etp = job.tensor_model_parallel_size, job.expert_tensor_parallel_size
-    shards = job.tensor_parallel_num_weight_shards or tp
-    return shards // tp, (job.expert_tensor_parallel_num_weight_shards or etp) // etp
 
 
 @dataclass(frozen=True)
@@ -68,13 +59,12 @@ class StateBytes:
 
 def count(job: Job, parts: Iterable[Part]) -> Count:
     """Parameters of parts."""
-    cuts = dict(zip(("dense", "expert", "other"), (*weight_parts(job), 1)))
     total = Count()
     for part in parts:
         total += Count(other=part.parameters)
         for linear in part.linears:
             kind = "expert" if linear.expert else "dense" if linear.quantized else "other"
-            total += Count(**{kind: -(-linear.parameters // cuts[kind])})
+            total += Count(**{kind: linear.parameters})
     return total
 
 
@@ -85,12 +75,7 @@ def layer_parameters(job: Job, number: int) -> Count:
 
 def embedding_parameters(job: Job) -> int:
     """Word embeddings of one tensor-parallel rank, and learned position embeddings."""
-    return embedding(job).parameters - job.words * job.hidden_size + _words(job)
-
-
-def _words(job: Job) -> int:
-    """Of a rank's rows of the vocabulary."""
-    return -(-job.words * job.hidden_size // weight_parts(job)[0])
+    return embedding(job).parameters
 
 
 def output_parameters(job: Job, *, with_embedding: bool) -> int:
@@ -101,7 +86,7 @@ def output_parameters(job: Job, *, with_embedding: bool) -> int:
             one tensor. On two stages each has a copy, on the same rank too (V placement).
     """
     shared = with_embedding and not job.untie_embeddings_and_output_weights
-    return last_norm(job).parameters + (0 if shared else _words(job))
+    return last_norm(job).parameters + (0 if shared else job.words * job.hidden_size)
 
 
 def prediction_parameters(job: Job) -> Count:
@@ -142,11 +127,11 @@ def stage_parameters(job: Job, stage: Stage) -> Count:
 
 def gathered_bytes(job: Job, count: Count) -> int:
     """What data-parallel ranks gather of ``count`` parameters once an iteration: matrices as they
-    are quantized with ``--fp8-param-gather`` (or fp4), but MXFP8's in 16 bits."""
+    are quantized with ``--fp8-param-gather``, but MXFP8's in 16 bits."""
     recipe = job.quantization
     if recipe is None or not job.quantized_parameters or job.recipe == "mxfp8":
         return job.element_bytes * count.total
-    return (count.dense + count.expert) * recipe.bits // 8 + job.element_bytes * count.other
+    return count.dense + count.expert + job.element_bytes * count.other
 
 
 def _keeps_lower_halves(job: Job) -> bool:
@@ -168,7 +153,7 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     or 4 + 12/d; fp32 16, or 8 + 8/d). Padding of buckets is not counted.
 
     Quantized weights are there row-wise for F and column-wise for B, and are kept through a step.
-    Without ``--fp8-param-gather`` (or fp4) the 16-bit ones are there too; both copies are then in
+    Without ``--fp8-param-gather`` the 16-bit ones are there too; both copies are then in
     every activation set instead with ``--disable-parameter-transpose-cache``.
     """
     size = job.element_bytes
@@ -193,9 +178,9 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     d = expert_d = 1
     if job.use_distributed_optimizer or job.optimizer == "dist_muon":
         instances = job.num_distributed_optimizer_instances
-        ranks, parts = job.data_parallel_size * job.context_parallel_size, weight_parts(job)
-        d = max(1, ranks // parts[0] // instances)
-        expert_d = max(1, job.expert_data_parallel_size // parts[1] // instances)
+        ranks = job.data_parallel_size * job.context_parallel_size
+        d = max(1, ranks // instances)
+        expert_d = max(1, job.expert_data_parallel_size // instances)
     optimizer = -(-(count.dense * of_matrix + count.other * each) // d)
     optimizer += -(-count.expert * of_matrix // expert_d)
     if job.optimizer_cpu_offload:

@@ -19,8 +19,7 @@ class SavedTensor(NamedTuple):
         bytes_f_to_b: bytes from F to the end of B.
         bytes_b_to_w: bytes from B to W, if the backward pass is split: inputs of linear layers and
             the gradients of their outputs.
-        recompute_bytes: bytes that are not kept from F on but computed again (or fetched from the
-            host) during B.
+        recompute_bytes: bytes that are not kept from F on but computed again during B.
     """
 
     what: str
@@ -29,7 +28,7 @@ class SavedTensor(NamedTuple):
     recompute_bytes: int = 0
 
     def dropped(self) -> SavedTensor:
-        """The same, there again during B instead of saved in F."""
+        """The same, computed again in B instead of saved in F."""
         return SavedTensor(
             self.what, 0, self.bytes_b_to_w, self.bytes_f_to_b + self.recompute_bytes
         )
@@ -48,7 +47,7 @@ class Linear(NamedTuple):
             nobody, it is computed again.
         input_rows: rows of its input that this rank keeps; None: all.
         gradient_rows: rows of its output's gradient that it keeps; None: all.
-        quantized: in FP8 or FP4 where the job is.
+        quantized: in FP8 where the job is.
         splits: W can be apart from B.
         waits: its 16-bit input is not another layer's that waits for W too.
         expert: its weights are experts.
@@ -74,7 +73,7 @@ class Linear(NamedTuple):
         return self.weights * self.outputs * (self.inputs + self.bias)
 
     def dropped(self) -> Linear:
-        """The same, with its input computed again (or fetched) during B."""
+        """The same, with its input computed again during B."""
         return self._replace(input="dropped")
 
     def saved(self, job: Job, *, repeated: bool = False) -> SavedTensor:
@@ -191,7 +190,7 @@ FP32 = 4  # bytes
 
 
 def dropped(pieces: Iterable[Linear | SavedTensor], *, really: bool = True) -> Pieces:
-    """The pieces, recomputed or fetched in B if ``really``."""
+    """The pieces, recomputed in B if ``really``."""
     return [piece.dropped() if really else piece for piece in pieces]
 
 
@@ -224,26 +223,24 @@ def norm_work(job: Job) -> Work:
     return Work(moved=5 * e * numbers + mask, moved_back=7 * e * numbers + mask, kernels=2)
 
 
-def norm(job: Job, what: str, *, fused: bool = False, offload: str = "") -> Norm:
+def norm(job: Job, what: str, *, fused: bool = False) -> Norm:
     """A norm over the hidden size.
 
     Args:
         what: name of the part.
         fused: Transformer Engine has it in one module with a linear layer, so that its output
             cannot be recomputed.
-        offload: its name among ``--offload-modules``.
     """
     e, h, t = job.element_bytes, job.hidden_size, job.sharded_tokens
     asked = job.cheap_recompute or "layernorm" in job.recompute_modules
     drops = asked and not (fused and job.transformer_engine)
     # Mean and reciprocal deviation of each token; RMSNorm has no mean.
     statistics = FP32 * t * (1 if job.normalization == "RMSNorm" else 2)
-    kept = e * t * h if offload not in job.offload_modules else 0
     saved = SavedTensor(
         f"{what} norm's input",
-        kept + (0 if drops else statistics),
+        e * t * h + (0 if drops else statistics),
         0,
-        (statistics if drops else 0) + e * t * h - kept,
+        statistics if drops else 0,
     )
     work = norm_work(job)
     return Norm(
@@ -261,26 +258,15 @@ def copies_weights(job: Job) -> bool:
     return job.disable_parameter_transpose_cache and not job.quantized_parameters
 
 
-def has_userbuffers(job: Job) -> bool:
-    """True where the tensor-parallel layers of Transformer Engine communicate in buffers that the
-    next one uses again, so that W cannot be apart from B. Megatron does not do so in multi-latent
-    attention, and then nowhere."""
-    sharded = job.sequence_parallel and job.tensor_model_parallel_size > 1
-    asked = job.tp_comm_overlap and job.transformer_engine
-    return asked and sharded and not job.multi_latent_attention
-
-
 def column(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
     """A column-parallel layer, whose input sequence parallelism shards."""
-    splits = not has_userbuffers(job)
-    layer = Linear(what, job.tokens, inputs, outputs, input_rows=job.sharded_tokens, splits=splits)
+    layer = Linear(what, job.tokens, inputs, outputs, input_rows=job.sharded_tokens)
     return layer._replace(**more)
 
 
 def row(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
     """A row-parallel layer, whose output's gradient sequence parallelism shards."""
-    rows, splits = job.sharded_tokens, not has_userbuffers(job)
-    layer = Linear(what, job.tokens, inputs, outputs, gradient_rows=rows, splits=splits)
+    layer = Linear(what, job.tokens, inputs, outputs, gradient_rows=job.sharded_tokens)
     return layer._replace(**more)
 
 

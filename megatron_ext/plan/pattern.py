@@ -1,4 +1,4 @@
-"""Kinds of all layers, from Megatron's flags: hybrid patterns, frequencies, prediction depths."""
+"""Kinds of all layers, from Megatron's flags: frequencies, prediction depths."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 from .._input import shown
 from .model import PlanError
 
-HYBRID = "MG*+-E"  # symbols of --hybrid-layer-pattern that are modelled
-
 
 def layer_kinds(given: dict[str, Any]) -> dict[str, Any]:
     """The fields of a job that describe its layers.
@@ -18,110 +16,44 @@ def layer_kinds(given: dict[str, Any]) -> dict[str, Any]:
         given: Megatron's arguments by name.
 
     Raises:
-        PlanError: a pattern that cannot be read, of another length, or of what is not modelled.
+        PlanError: a list that cannot be read, or of another length.
     """
-    pattern = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern")
-    if pattern is not None:
-        return _hybrid(str(pattern), given)
     layers = given["num_layers"]
-    mixers = _mixers(given, layers)
+    mixer = "+" if given.get("multi_latent_attention") else "*"
     experts = given.get("num_experts") or 0
     frequency = given.get("moe_layer_freq")
     with_experts = [False] * layers
     if experts:
-        with_experts = _frequency("--moe-layer-freq", frequency or "1", layers, _every_first)
-    kinds = tuple(m + ("E" if moe else "-") for m, moe in zip(mixers, with_experts))
+        with_experts = _with_experts(frequency or "1", layers)
+    kinds = tuple(mixer + ("E" if moe else "-") for moe in with_experts)
     # Megatron's prediction layers are like the last decoder layer.
     depths = given.get("mtp_num_layers") or 0
     return {
-        "num_layers": layers,
         "layers": kinds,
         "mtp_layers": kinds[-1:] * depths,
         "window": _window(given),
     }
 
 
-def _hybrid(pattern: str, given: dict[str, Any]) -> dict[str, Any]:
-    """``MAIN/DEPTH/DEPTH``, with ``|`` between stages of the main part."""
-    main, *depths = pattern.split("/")
-    unknown = sorted(set(pattern) - set(HYBRID) - set("|/"))
-    if unknown:
-        raise PlanError(
-            f"--hybrid-layer-pattern {shown(pattern)}: plan models the layers {' '.join(HYBRID)}, "
-            f"not {' '.join(unknown)}"
-        )
-    if (given.get("mtp_num_layers") or 0) > 0 and not depths:
-        raise PlanError(
-            "--mtp-num-layers beside --hybrid-layer-pattern needs the layers of each depth in the "
-            "pattern, after /; give them there"
-        )
-    stages = [len(stage) for stage in main.split("|")]
-    layers = tuple(main.replace("|", ""))
-    if not layers:
-        raise PlanError(f"--hybrid-layer-pattern {shown(pattern)} has no layers")
-    return {
-        "num_layers": len(layers),
-        "layers": layers,
-        "mtp_layers": tuple(depths),
-        "segments": tuple(stages) if len(stages) > 1 else None,
-        "hybrid": True,
-        "window": None,
-    }
-
-
-def _mixers(given: dict[str, Any], layers: int) -> list[str]:
-    """Attention, or what is in its place, of every layer."""
-    usual = "+" if given.get("multi_latent_attention") else "*"
-    window = given.get("window_size") is not None and usual == "*"
-    if window:
-        skip = given.get("window_attn_skip_freq")
-        windowed = [True] * layers
-        if skip is not None:
-            windowed = _frequency("--window-attn-skip-freq", skip, layers, _all_but_every)
-        mixers = ["w" if one else "*" for one in windowed]
-    else:
-        mixers = [usual] * layers
-    variant = given.get("experimental_attention_variant")
-    if variant is None:
-        return mixers
-    if variant not in ("gdn", "gated_delta_net"):
-        raise PlanError(
-            f"--experimental-attention-variant {variant} keeps and computes other tensors, which "
-            "plan does not model; leave it out and read the numbers as a lower bound"
-        )
-    text = given.get("linear_attention_freq")
-    if text is None:
-        raise PlanError(f"--experimental-attention-variant {variant} needs --linear-attention-freq")
-    linear = _frequency("--linear-attention-freq", text, layers, _all_but_every)
-    return ["G" if one else mixer for one, mixer in zip(linear, mixers)]
-
-
-def _every_first(number: int, every: int) -> bool:
-    return number % every == 0
-
-
-def _all_but_every(number: int, every: int) -> bool:
-    return (number + 1) % every != 0
-
-
-def _frequency(flag: str, value: Any, layers: int, rule: Any) -> list[bool]:
-    """N, or a Python list expression such as ``([0]*1+[1]*3)``.
+def _with_experts(value: Any, layers: int) -> list[bool]:
+    """The layers of ``--moe-layer-freq``: every N-th, or a list such as ``([0]*1+[1]*3)``.
 
     Args:
         value: as text, or as Megatron parses it.
-        rule: of a layer's number, from 0, and N.
     """
     text = str(value)
     try:
         pattern = listed(text)
     except ValueError:
-        raise PlanError(f"{flag} must be N or a list like ([0]*1+[1]*3), got {text!r}") from None
+        raise PlanError(
+            f"--moe-layer-freq must be N or a list like ([0]*1+[1]*3), got {text!r}"
+        ) from None
     if isinstance(pattern, int):
         if pattern < 1:
-            raise PlanError(f"{flag} must be N >= 1 or a list, got {text!r}")
-        return [rule(number, pattern) for number in range(layers)]
+            raise PlanError(f"--moe-layer-freq must be N >= 1 or a list, got {text!r}")
+        return [number % pattern == 0 for number in range(layers)]
     if len(pattern) != layers:
-        raise PlanError(f"{flag} lists {len(pattern)} layers, but there are {layers}")
+        raise PlanError(f"--moe-layer-freq lists {len(pattern)} layers, but there are {layers}")
     return [bool(x) for x in pattern]
 
 

@@ -146,7 +146,7 @@ class Point:
         words += [f"--micro-batch-size {job.micro_batch_size}"]
         if not self.is_pipeline:
             return words
-        if not split.even or (job.hybrid and spec.placement.chunks > 1):
+        if not split.even:
             flag, value = split.flag(job)
             words += [f"{flag} '{value}'"]
         elif spec.placement.chunks > 1 and not spec.placement.is_vee():
@@ -155,7 +155,6 @@ class Point:
             words += ["--pp-cheap-recompute"]
         if job.vocab_parallel:
             words += ["--pp-vocab-parallel"]
-            words += [f"--pp-vocab-chunks {job.vocab_chunks}"] if job.vocab_chunks > 1 else []
         if job.overlap_moe_expert_parallel_comm:
             words += [PAIRS]
         words += moe_flags(job)

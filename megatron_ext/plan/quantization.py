@@ -1,4 +1,4 @@
-"""Bytes of FP8 and FP4 numbers, by Megatron's recipe names."""
+"""Bytes of FP8 numbers, by Megatron's recipe names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Quantization(NamedTuple):
             keeps anyway, and not a quantized copy beside it.
     """
 
-    bits: int
     block: int = 0
     scale_bits: int = 0
     saves_originals: bool = True
@@ -26,27 +25,25 @@ class Quantization(NamedTuple):
     def bytes(self, elements: int) -> int:
         """Of so many numbers, with their scales."""
         scales = -(-elements // self.block) * self.scale_bits if self.block else 0
-        return -(-(elements * self.bits + scales) // 8)
+        return -(-(elements * 8 + scales) // 8)
 
 
 def recipe_of(value: Callable[[str], Any]) -> str | None:
-    """The recipe that a run has; None: 16 or 32 bits.
+    """The FP8 recipe that a run has; None: 16 or 32 bits.
 
     Args:
         value: of one of Megatron's arguments, as flags or its parser name them, or of a model's
             configuration; None: it is not given.
     """
-    for kind, default in (("fp8", "delayed"), ("fp4", "nvfp4")):
-        if value(f"{kind}_format") or value(kind):
-            recipe = value(f"{kind}_recipe") or default
-            return str(getattr(recipe, "value", recipe))  # of an enumeration
-    return None
+    if not value("fp8_format") and not value("fp8"):
+        return None
+    recipe = value("fp8_recipe") or "delayed"
+    return str(getattr(recipe, "value", recipe))  # of an enumeration
 
 
 RECIPES = {
-    "delayed": Quantization(8, saves_originals=False),
-    "tensorwise": Quantization(8),
-    "blockwise": Quantization(8, 128, 32),
-    "mxfp8": Quantization(8, 32, 8),
-    "nvfp4": Quantization(4, 16, 8),
+    "delayed": Quantization(saves_originals=False),
+    "tensorwise": Quantization(),
+    "blockwise": Quantization(128, 32),
+    "mxfp8": Quantization(32, 8),
 }

@@ -1,22 +1,10 @@
-"""Options of Megatron beside which training refuses what ``plan`` might propose: one list for both.
-
-Features of training take their conflicts from here, as from ``lengths``, ``overlap``, ``slices``
-and ``moe_conflicts``.
-"""
+"""Options of Megatron that training refuses beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from .._conflict import Conflict, first_conflict
-from .._input import attribute, flag_of
-from ..schedule import GENERATORS
-from .launches import GRAPHS as FLAGS_OF_GRAPHS
-from .launches import ITERATION, modules_of
-
-STOCK = ("1f1b", "interleaved")  # Megatron's own schedules
+from .._conflict import Conflict
 
 _ORDER = "it works out what comes next from the order of stock's schedules; drop it"
 _FSDP = (
@@ -106,7 +94,7 @@ SCHEDULE: tuple[Conflict, ...] = (
 )
 
 
-LOCAL, TRANSFORMER_ENGINE, WHOLE = "local", "transformer_engine", ITERATION
+LOCAL, TRANSFORMER_ENGINE, WHOLE = "local", "transformer_engine", "full_iteration"
 NO_ITERATION = "messages between ranks and the schedule's own bookkeeping cannot be captured"
 NO_SPLIT = (
     "a captured backward pass computes weight gradients with it, and this schedule computes them "
@@ -133,9 +121,11 @@ def implementation(args: Any) -> tuple[str, str] | None:
     if asked == "none":
         return None
     # Up to core_v0.17 a whole iteration is a scope of local graphs, and later ones migrate that.
-    names = map(attribute, FLAGS_OF_GRAPHS)
-    if WHOLE in modules_of({name: getattr(args, name, None) for name in names}):
-        return WHOLE, f"--cuda-graph-scope {WHOLE}"
+    for name in ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules"):
+        given = getattr(args, name, None) or ()
+        given = given.replace(",", " ").split() if isinstance(given, str) else given
+        if any(str(getattr(one, "name", one)) == WHOLE for one in given):
+            return WHOLE, f"--cuda-graph-scope {WHOLE}"
     return asked, flag
 
 
@@ -240,68 +230,3 @@ CHEAP_RECOMPUTE = (
         beside="--fp8-format",
     ),
 )
-
-
-def of_schedules(args: Any) -> str | None:
-    """Why training takes none of our schedules beside ``args``; None: it takes some.
-
-    Args:
-        args: Megatron's arguments, as attributes.
-    """
-    found, graphs = first_conflict(SCHEDULE, args), implementation(args)
-    if found is not None or graphs is None:
-        return None if found is None else f"--pp-schedule does not support {found[1]}"
-    kind, flag = graphs
-    if kind == WHOLE:
-        return f"--pp-schedule does not support {flag}: {NO_ITERATION}"
-    if are_cold(args):
-        return f"--pp-schedule does not support {flag}: {COLD}; {WARM_UP}"
-    return _beside_graphs(args, args, ("--rampup-batch-size", "--step-batch-size-schedule"))
-
-
-def of_file(args: Any) -> str | None:
-    """Why training takes no schedule file beside ``args``; None: it takes one."""
-    whole, graphs = of_schedules(args), implementation(args)
-    if whole is not None:
-        return whole
-    if graphs is not None:
-        return f"{FILE} cannot be combined with {graphs[1]}: {NO_FILE}"
-    found = first_conflict(SCHEDULE, args, (FILE,))
-    return None if found is None else f"{FILE} cannot be combined with {found[1]}"
-
-
-def of_names(names: Iterable[str], args: Any) -> str | None:
-    """Why training refuses some of these schedules beside ``args``; None: it takes all."""
-    whole, graphs = of_schedules(args), implementation(args)
-    for name in names:
-        vee, several = GENERATORS[name].placement == "vee", GENERATORS[name].default_chunks > 1
-        parts = (V_PLACEMENT,) * vee + (SEVERAL_CHUNKS,) * several
-        found = first_conflict(SCHEDULE, args, parts)
-        if whole is not None and name not in STOCK:
-            return whole
-        if graphs is not None and GENERATORS[name].split_backward:
-            return f"--pp-schedule {name} does not support {graphs[1]}: {NO_SPLIT}"
-        if found is not None:
-            return f"--pp-schedule {name} does not support {found[1]}"
-    return None
-
-
-def of_options(args: Any, **options: Any) -> str | None:
-    """Why training refuses ``options``, of ours and by argument name, beside ``args``; None: it
-    does not."""
-    given = SimpleNamespace(**{**vars(args), **options})
-    if any(options.values()) and (whole := of_schedules(args)) is not None:
-        return whole
-    for name, table in (("vocab_parallel", VOCABULARY), ("cheap_recompute", CHEAP_RECOMPUTE)):
-        found = first_conflict(table, given) if options.get(f"pp_{name}") else None
-        if found is not None:
-            return f"{flag_of(f'pp_{name}')} does not support {found[1]}"
-    return _beside_graphs(args, SimpleNamespace(**options))
-
-
-def _beside_graphs(args: Any, options: Any, flags: Sequence[str] = ()) -> str | None:
-    graphs = implementation(args)
-    if graphs is None:
-        return None
-    found = first_conflict([rule for rule in GRAPHS if not flags or rule.flag in flags], options)
-    return None if found is None else f"{graphs[1]} does not support {found[1]}"

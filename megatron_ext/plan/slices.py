@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
-from .._conflict import Conflict, first_conflict
+from .._conflict import Conflict
 from ..schedule import GENERATORS, ScheduleSpec
 from ..schedule.select import IN_PAIRS
 from ..schedule.units import shares_of
@@ -86,22 +85,6 @@ ASSUMPTIONS = (
 )
 
 
-def refusal(args: Any, job: Job) -> str | None:
-    """Why training cuts no sequences of this job; None: it does.
-
-    Args:
-        args: Megatron's arguments, as attributes; those that a search decides are the job's.
-    """
-    decided = {
-        "context_parallel_size": job.context_parallel_size,
-        "mtp_num_layers": len(job.mtp_layers),
-        "overlap_moe_expert_parallel_comm": job.overlap_moe_expert_parallel_comm,
-        "pp_vocab_parallel": job.vocab_parallel,
-    }
-    found = first_conflict(CONFLICTS, SimpleNamespace(**{**vars(args), **decided}))
-    return None if found is None else f"{FLAG} does not support {found[1]}"
-
-
 def attention_share(tokens: int | Fraction, hidden: int) -> Fraction:
     """Of core attention in F of a whole sequence, as training takes it for its orders.
 
@@ -119,9 +102,15 @@ def overhead(tokens: int) -> Fraction:
     return min(Fraction(1), Fraction(_SHORT, tokens))
 
 
+def _may_cut(job: Job) -> bool:
+    """True if training cuts the job's sequences."""
+    whole = job.overlap_moe_expert_parallel_comm or (job.vocab_parallel and job.mtp_layers)
+    return not (whole or job.context_parallel_size > 1 or job.recipe or job.window)
+
+
 def worth_it(spec: ScheduleSpec, job: Job) -> bool:
     """True where slices may gain much: few microbatches, or long sequences."""
-    if spec.offload or spec.cap is not None or refusal(SimpleNamespace(), job):
+    if spec.offload or spec.cap is not None or not _may_cut(job):
         return False
     if spec.name in IN_PAIRS or GENERATORS[spec.name].takes_memory_cap:
         return False

@@ -7,14 +7,13 @@ from dataclasses import replace
 from ..schedule import GENERATORS, Schedule, ScheduleSpec
 from ..schedule.generators.grouped import interleaved_in_groups
 from ..schedule.generators.made import checked
-from .launches import allow_full_recompute
 from .model import Job, PlanError
 from .moe_job import has_experts, without_chunks
-from .refusals import STOCK
 from .space import SearchSpace
 from .vocabulary import BARRIERS
 from .workload import Workload
 
+STOCK = ("1f1b", "interleaved")  # Megatron's own schedules
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
@@ -36,7 +35,7 @@ def of_stock(space: SearchSpace) -> SearchSpace:
         balance=False,
         always_offload=False,
         vocabulary=False,
-        full_recompute=not space.profiles and not job.cheap_recompute and allow_full_recompute(job),
+        full_recompute=not space.profiles and not job.cheap_recompute,
         slices=(),
         stock=True,
     )

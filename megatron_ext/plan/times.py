@@ -26,7 +26,7 @@ from .parts import Linear, Part, Work
 
 KERNEL_S = 4e-6  # between one kernel's end and the next one's work
 MESSAGE_S = 15e-6  # of a point-to-point message, before its first byte arrives
-_SPEED_OF_QUANTIZED = 2  # products in FP8 or FP4 beside 16 bits; FP4 units can be faster
+_SPEED_OF_QUANTIZED = 2  # products in FP8 beside 16 bits
 _TILE = 128 * 128  # outputs of a matrix product that one multiprocessor computes at a time
 
 ASSUMPTIONS = (
@@ -35,7 +35,7 @@ ASSUMPTIONS = (
     f"{KERNEL_S * 1e6:g} microseconds a kernel, {MESSAGE_S * 1e6:g} a message, messages at the "
     "network's rate and beside the passes",
     "tensor-parallel communication is not hidden; context-parallel communication over a ring is",
-    f"FP8 and FP4 products run at {_SPEED_OF_QUANTIZED} times the 16-bit rate",
+    f"FP8 products run at {_SPEED_OF_QUANTIZED} times the 16-bit rate",
     "not in an iteration's time: loading data, evaluation, checkpoints",
 )
 
@@ -236,8 +236,7 @@ def vocabulary_times(job: Job, gpu: Gpu) -> tuple[float, float, float, float, fl
     """Seconds of a rank's S, T, E and G for one microbatch, and from the end of the last rank's
     pass to when a collective has ended; None if the vocabulary is not sharded over the pipeline.
 
-    With several chunks of tokens T computes the logits again. Multi-token prediction has all of
-    this once more for each depth.
+    Multi-token prediction has all of this once more for each depth.
     """
     if not job.vocab_parallel:
         return None
@@ -246,9 +245,8 @@ def vocabulary_times(job: Job, gpu: Gpu) -> tuple[float, float, float, float, fl
     output, words = loss(job), model.part(embedding(job))
     (linear,) = output.linears
     product, between = model.product(linear._replace(splits=True)), model.work(output.work)
-    again = product.forward if job.vocab_chunks > 1 else 0.0
     s = product.forward + product.backward_input + between.forward
-    t = product.backward_weight + between.backward_input + again
+    t = product.backward_weight + between.backward_input
     # A broadcast or a reduction brings every rank's bytes over its link once.
     n = job.heads
     latency = gpu.collective_s + MESSAGE_S + n * message_bytes(job) / gpu.network

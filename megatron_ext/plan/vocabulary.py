@@ -13,44 +13,21 @@ from ..schedule.effects import peak_sets
 from ..schedule.vocabulary import AHEAD
 from .layout import read_layout
 from .memory import RankBytes, StageBytes
-from .model import Job, PlanError
+from .model import Job
 from .parameters import shard_parameters, state_bytes
 
 BARRIERS = 1  # training runs algorithm 2 of the paper
 NOT_WITH = ("dualpipev",)  # its joint passes leave no place for passes of the vocabulary
 
 
-def refusal(job: Job) -> str | None:
-    """Why training refuses ``--pp-vocab-parallel`` for this job; None: it does not."""
+def _may_shard(job: Job) -> bool:
+    """True if training shards the job's vocabulary."""
     ranks = job.tensor_model_parallel_size * job.pipeline_model_parallel_size
-    if job.padded_vocab_size % ranks:
-        return (
-            f"the padded vocabulary {job.padded_vocab_size} cannot be divided by {ranks} ranks; "
-            f"give --make-vocab-size-divisible-by {job.pipeline_model_parallel_size} or a multiple"
-        )
-    for given, flag in (
-        (job.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm"),
-        (job.hybrid, "--hybrid-layer-pattern"),
-    ):
-        if given:
-            return f"it does not support {flag}; drop one of them"
-    if job.mtp_layers and job.layout and read_layout(job.layout, job.num_layers).predicts != -1:
-        return (
-            "it takes the hidden states of multi-token prediction from the last stage, but "
-            f"--pipeline-model-parallel-layout {job.layout} has it (m) before; put it there"
-        )
-    return None
-
-
-def refuse(job: Job) -> None:
-    """Raise for a job that asks for what ``refusal`` names.
-
-    Raises:
-        PlanError: with the numbers or the flag, and the fix.
-    """
-    why = refusal(job) if job.vocab_parallel else None
-    if why is not None:
-        raise PlanError(f"--pp-vocab-parallel: {why}")
+    if job.padded_vocab_size % ranks or job.overlap_moe_expert_parallel_comm:
+        return False
+    # Hidden states of multi-token prediction come from the last stage.
+    layout = job.layout if job.mtp_layers else None
+    return layout is None or read_layout(layout, job.num_layers).predicts == -1
 
 
 def settings(job: Job, *, choose: bool) -> tuple[bool, ...]:
@@ -61,7 +38,7 @@ def settings(job: Job, *, choose: bool) -> tuple[bool, ...]:
     """
     if job.vocab_parallel:
         return (True,)
-    return (False, True) if choose and refusal(job) is None else (False,)
+    return (False, True) if choose and _may_shard(job) else (False,)
 
 
 def shard_states(job: Job) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext import _megatron_flags as table
-from megatron_ext.plan.flags import COUNTED_AS, FLAGS, NOT_MODELLED
+from megatron_ext.plan.flags import FLAGS, NOT_MODELLED
 from megatron_ext.releases import TAGS
 from tests.support.checkouts import MAIN_TAG, Serve, version
 
@@ -42,7 +42,7 @@ def test_the_table_is_that_of_the_parser(tag: str, serve: Serve) -> None:
     assert other_types(flags) == []
     assert other_types({**flags, "--num-layers": "str"}) == ["--num-layers: int, not str"]
     if tag == MAIN_TAG:
-        used = {*FLAGS, *NOT_MODELLED, *COUNTED_AS, *table.NEEDS, *table.REPLACED, *table.COMPARED}
+        used = {*FLAGS, *NOT_MODELLED, *table.NEEDS, *table.REPLACED, *table.COMPARED}
         used |= {*table.CPU_NEEDS, *table.CPU_DEFAULTS, *table.CPU_SWITCHES, *table.KEPT}
         used |= {*table.NEUTRAL, *table.MOST, *table.SMALL, *table.NOT_KEPT, *table.SHARDED}
         used |= {name for name, *_ in table.REPLACEMENTS}

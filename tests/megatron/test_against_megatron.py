@@ -24,7 +24,6 @@ from tests.unit.plan.shapes import (
     EIGHT_BITS,
     FLAGS_ALONE,
     LAYOUTS,
-    RECURRENT,
     SHAPES,
     tokens,
 )
@@ -80,12 +79,6 @@ def test_parameters_are_exact(measured, shape):
     output = output_parameters(this, with_embedding=True)
     assert counts["decoder"] + counts.get("output_layer", 0) == decoder + output
     assert counts.get("mtp", 0) == prediction_parameters(this).total
-
-
-@pytest.mark.parametrize("shape", RECURRENT)
-def test_parameters_of_recurrent_layers(measured, shape):
-    """Mamba and gated delta nets: Megatron's modules without their kernels' packages."""
-    assert measured[shape] == layer_parameters(job(shape), 0).total
 
 
 @pytest.mark.parametrize("name", DIVIDED)
@@ -145,4 +138,4 @@ def test_layouts_mean_the_same(measured, text):
 
 def test_training_plans_for_the_same_job(measured):
     """``--pp-memory-cap 40GiB`` reads Megatron's parsed arguments, ``plan`` the command line."""
-    assert measured["arguments"] == dict.fromkeys(SHAPES | RECURRENT | FLAGS_ALONE, "")
+    assert measured["arguments"] == dict.fromkeys(SHAPES | FLAGS_ALONE, "")

@@ -22,7 +22,7 @@ from megatron_ext.integration.features.schedule.rules import COUNT, RULES
 from megatron_ext.integration.flags import GROUP, add_arguments, defaults
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.integration.utils import full_batch
-from megatron_ext.plan.refusals import FILE, of_names
+from megatron_ext.plan.refusals import FILE
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.generators.vocabulary import add_vocabulary
 from megatron_ext.schedule.io import save
@@ -336,10 +336,6 @@ def test_one_chunk_for_several_validation_sets() -> None:
         text = refusal(name, **more, **flag)
         assert text.startswith(f"--pp-schedule {name} does not support --multiple-validation-sets")
     assert before_megatron(arguments(**flag), ScheduleRequest.of("auto")).name == "zb-h1"
-    args = SimpleNamespace(**flag)
-    assert of_names(["1f1b", "zb-h1"], args) is None
-    refused = [of_names([name], args) for name in ("v-zb", "gis", "po")]
-    assert all("support --multiple-validation-sets: Megatron" in str(why) for why in refused)
 
 
 class TestAuto:

@@ -17,7 +17,7 @@ from megatron_ext import cli
 from tests.support import ROOT, warm
 from tests.support.checkouts import INSTALLED
 from tests.support.waiting import PATIENCE
-from tests.unit.cli.test_plan_cases import CASES, LENGTHS, PLAIN, SLICED, SMALL
+from tests.unit.cli.test_plan_cases import CASES, PLAIN, SLICED, SMALL
 
 # Megatron checks some flags in its validation and others in the model's configuration.
 # One process for all lines of a test: importing Megatron takes longest.
@@ -90,25 +90,21 @@ def answered(gpu: str, line: str, *more: str) -> tuple[str, list[str]]:
 
 
 def test_answers_are_valid() -> None:
-    """Slices of sequences with a sharded vocabulary, and plans for lengths, among them."""
+    """Slices of sequences with a sharded vocabulary among them."""
     world, words = answered(*SMALL["small-virtual"])
     wrong = [*words, "--micro-batch-size", "3"]
     line = f"{SLICED} --transformer-impl local"  # its attention is here to be hooked
     sliced = answered("H100", line, "--memory-cap", "1000GiB", *PLAIN)
     assert {"--pp-slices", "--pp-vocab-parallel"} < {*sliced[1]}
-    gpu, line = SMALL["small"]
-    lengths = answered(gpu, f"{line} {LENGTHS} --pp-offload half")
-    assert not {"--pp-offload", "--pp-vocab-parallel"} & {*lengths[1]}
-    refused = [*lengths[1], "--pp-offload", "half"]
+    _, line = SMALL["small"]
     full = "--cuda-graph-impl local --recompute-granularity full --recompute-method uniform"
     own = line.replace("--world-size 4 ", f"--micro-batch-size 1 {full} {RUN} ")  # stock's run
-    lines = [(world, words), (world, wrong), sliced, lengths, (lengths[0], refused)]
-    (pp, why), (none, divide), *more, (no, offload), (bad, recompute) = validated(
+    lines = [(world, words), (world, wrong), sliced]
+    (pp, why), (none, divide), more, (bad, recompute) = validated(
         [*lines, ("4", [*own.split(), "--recompute-num-layers", "1"])]
     )
-    assert (pp, why) == (2, "") and more == [[4, ""], [4, ""]]
+    assert (pp, why) == (2, "") and more == [4, ""]
     assert none == 0 and "must be divisible" in divide, "it can fail"
-    assert no == 0 and "--pp-offload" in offload, "and so can plans for lengths"
     assert bad == 0 and "recompute" in recompute, "and the configuration"
 
 

@@ -52,14 +52,12 @@ from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.model import Job
 from megatron_ext.runtime.sharded import Sharded
 from megatron_ext.runtime.wgrad import WeightGradStore
-from tests.megatron.cases import recurrent_layers
 from tests.unit.plan.shapes import (
     BASE,
     DIVIDED,
     EIGHT_BITS,
     FLAGS_ALONE,
     LAYOUTS,
-    RECURRENT,
     SHAPES,
     tokens,
 )
@@ -105,8 +103,6 @@ def config_of(job: Job) -> TransformerConfig:
         options["activation_func"] = squared_relu
     if job.params_dtype == "bf16":
         options.update(bf16=True, params_dtype=torch.bfloat16)
-    if job.attention_output_gate:
-        options["attention_output_gate"] = True
     if job.mtp_layers:
         options["mtp_num_layers"] = len(job.mtp_layers)
     if job.num_experts:
@@ -322,13 +318,10 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     found: dict[str, Any] = {name: run(name) for name in SHAPES}
-    for name in RECURRENT:
-        job = job_of(read(tokens(name))[0])
-        found[name] = recurrent_layers.parameters(job, config_of(job))
     found["layouts"] = {text: layers_of(text) for text in LAYOUTS}
     found["remainders"] = {r: [keeps_lower_halves(r, o) for o in (False, True)] for r in EIGHT_BITS}
     if importlib.util.find_spec("megatron.training") is not None:
-        names = SHAPES | RECURRENT | FLAGS_ALONE
+        names = SHAPES | FLAGS_ALONE
         found["arguments"] = {name: from_megatrons_arguments(name) for name in names}
     found["stages"] = {name: of_stages(f"{BASE} {line}") for name, line in DIVIDED.items()}
     print("RESULT " + json.dumps(found))

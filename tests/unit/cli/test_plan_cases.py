@@ -180,9 +180,6 @@ def test_slices_where_microbatches_are_few(run, tmp_path):
     assert three["chosen"]["slices"] == 3
 
 
-LENGTHS = "--pp-microbatch-costs lengths"
-
-
 def test_slices_of_a_sharded_vocabulary(run, tmp_path):
     """Training takes both, but for multi-token prediction."""
     data, _ = _answer(run, "H100", SLICED, *PLAIN, "--memory-cap", "1000GiB")
@@ -198,77 +195,10 @@ def test_slices_of_a_sharded_vocabulary(run, tmp_path):
     assert not any(row["slices"] > 1 and row["vocab_parallel"] for row in data["front"])
 
 
-def test_answers_beside_plans_for_lengths(run):
-    """Nothing that training refuses beside them."""
-    gpu, line = SMALL["small"]
-    line += f"{LENGTHS} "
-    data, _ = _answer(
-        run, gpu, line + "--pp-offload half", "--memory-cap", "6GiB", "--effort", "0.1"
-    )
-    assert "- --pp-offload half" in data["difference"]
-    for row in data["front"]:
-        assert row["offload"] is None and not row["vocab_parallel"]
-        assert row["schedule"] != "dualpipev"
-    vocabulary = line + "--pp-vocab-parallel"
-    for words in ([vocabulary], [line, "--offload", "half"], [line, "--schedules", "dualpipev"]):
-        status, out, err = run("plan", "--gpu", gpu, "--from-args", *words)
-        assert (status, out) == (2, "") and f"{LENGTHS} does not support" in err
-
-
 def test_slices_are_for_models_that_training_cuts(run):
-    """By training's own list."""
     line = SLICED + "--context-parallel-size 1 --fp8-format hybrid "
     data, _ = _answer(run, "H100", line, *PLAIN, "--memory-cap", "1000GiB")
     assert all(row["slices"] == 1 for row in data["front"])
-    status, out, err = run("plan", "--gpu", "H100", "--from-args", line, "--slices", "2")
-    assert (status, out) == (2, "") and "--pp-slices does not support --fp8-format" in err
-
-
-# Of the user's own run, with schedules of ours that training takes beside it.
-BESIDE = {
-    "--cuda-graph-impl local": {"1f1b", "interleaved"},
-    "--cuda-graph-impl full_iteration": set(),
-    "--fine-grained-activation-offloading --offload-modules attn_norm": set(),
-    "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0": set(),
-}
-
-
-@pytest.mark.parametrize("flags", BESIDE)
-def test_nothing_that_training_refuses_beside_the_users_flags(run, flags):
-    gpu, line = SMALL["small"]
-    words = ["plan", "--gpu", gpu, "--from-args", f"{line} {flags}", "--json", "--memory-cap"]
-    data = json.loads(run(*words, "60GiB")[1])
-    chosen, printed = data["chosen"], " ".join(data["chosen"]["flags"])
-    if not BESIDE[flags]:
-        assert "--pp-" not in printed and flags.split()[0] in data["stock_only"]
-        said = run(*words[:5], "--memory-cap", "60GiB")[1]
-        assert said.count(data["stock_only"]) == 1
-        refused = run(*words, "60GiB", "--schedules", "v-half")
-        assert refused[0] == 2 and data["stock_only"] in refused[2]
-        return
-    assert data["stock_only"] is None and chosen["schedule"] in BESIDE[flags]
-    assert {point["schedule"] for point in data["front"]} <= BESIDE[flags]
-    for point in data["front"]:
-        assert not point["cheap_recompute"] and not point["vocab_parallel"]
-        assert point["offload"] is None and point["recompute"] is None, "Megatron's own rule"
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ("--cuda-graph-impl full_iteration", "cannot be captured"),
-        ("--cuda-graph-impl local", "safe in stock's orders only"),
-        ("--rampup-batch-size 4 4 64", "a fixed number of microbatches"),
-        (LENGTHS, "a fixed order"),
-    ],
-)
-def test_no_file_where_training_takes_none(run, tmp_path, flags, why):
-    gpu, line = SMALL["small"]
-    path = tmp_path / "order.json"
-    status, out, err = run(
-        "plan", "--gpu", gpu, "--from-args", f"{line} {flags}", "--output", str(path)
-    )
-    assert (status, out) == (2, "") and why in err and not path.exists()
 
 
 def test_flags_of_the_users_pipeline_are_not_ignored(run):
@@ -299,15 +229,3 @@ def test_groups_of_megatrons_interleaved_order(run):
     # (v-1)g + 2(p-1) + 1 sets of a third of a microbatch each.
     assert [max(row["peak_activation"]) for row in (small, large)] == [7 / 3, 11 / 3]
     assert "2 (p) to 16 (m) microbatches" in found[3]["yours_impossible"]
-
-
-def test_cheap_recompute_is_not_tried_beside_delayed_scaling(run):
-    _, line = SMALL["small"]
-    words = ["plan", "--gpu", "H100", "--json", "--memory-cap", "6GiB", *PLAIN, "--from-args"]
-    for recipe, tried in (("delayed", False), ("blockwise", True)):
-        flags = f"{line} --fp8-format hybrid --fp8-recipe {recipe}"
-        front = json.loads(run(*words, flags)[1])["front"]
-        assert any(point["cheap_recompute"] for point in front) == tried
-    line += " --fp8-format hybrid --fp8-recipe delayed"
-    status, out, err = run(*words, line, "--cheap-recompute", "on")
-    assert (status, out) == (2, "") and "--pp-cheap-recompute does not support --fp8-recipe" in err

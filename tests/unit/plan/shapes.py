@@ -50,7 +50,6 @@ SHAPES = {
     "--recompute-num-layers 1",
     "cheap recompute": "--pp-cheap-recompute",
     "cheap llama": LLAMA + " --pp-cheap-recompute",
-    "output gate": LLAMA + " --attention-output-gate",
     "latent attention": LATENT,
     "latent attention bf16": LATENT + " --bf16",
     "latent keys only": LATENT.replace("--q-lora-rank 48 ", "").replace("--qk-layernorm ", ""),
@@ -86,30 +85,16 @@ LAYOUTS = (
 
 def tokens(shape: str) -> list[str]:
     """One shape's command line; a later flag wins."""
-    return f"{BASE} {(SHAPES | RECURRENT | FLAGS_ALONE)[shape]}".split()
+    return f"{BASE} {(SHAPES | FLAGS_ALONE)[shape]}".split()
 
-
-# Layers whose kernels need a GPU: only their parameters are compared.
-RECURRENT = {
-    "mamba": "--hybrid-layer-pattern MM --swiglu --normalization RMSNorm --disable-bias-linear "
-    "--mamba-state-dim 16 --mamba-head-dim 32 --mamba-num-groups 2",
-    "mamba heads": "--hybrid-layer-pattern MM --swiglu --disable-bias-linear --mamba-state-dim 16 "
-    "--mamba-head-dim 16 --mamba-num-groups 4 --mamba-num-heads 8",
-    "delta net": "--hybrid-layer-pattern GG --swiglu --normalization RMSNorm --disable-bias-linear "
-    "--linear-key-head-dim 16 --linear-value-head-dim 24 --linear-num-key-heads 2 "
-    "--linear-num-value-heads 4",
-}
 
 # Flags that no CPU model shows: training's parsed arguments have to describe the same job.
 FLAGS_ALONE = {
     "fp8": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
     "muon": "--bf16 --optimizer muon",
-    "window": "--window-size 8,0 --window-attn-skip-freq 2",
+    "window": "--window-size 8,0",
     "offloaded optimizer": "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 "
     "--use-precision-aware-optimizer",
-    "linear attention": "--experimental-attention-variant gated_delta_net "
-    "--linear-attention-freq 2",
-    "hybrid": "--hybrid-layer-pattern M*|-E/M- --num-experts 4 --position-embedding-type rope",
     "fused loss": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
 }
 

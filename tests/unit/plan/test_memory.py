@@ -13,7 +13,7 @@ from megatron_ext.plan.kinds import layer
 from megatron_ext.plan.layout import Stage, even_split
 from megatron_ext.plan.memory import growth, message_bytes, rank_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
-from megatron_ext.plan.parameters import Count, layer_parameters, state_bytes, weight_parts
+from megatron_ext.plan.parameters import Count, state_bytes
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import generate
 from megatron_ext.schedule.link import Link
@@ -104,23 +104,6 @@ def test_grouped_experts_without_fused_accumulation_allocate_their_gradients_in_
     assert more - waiting == 2 * 4 * 2 * 4096 * 4 * 4096
 
 
-def test_what_computes_its_weight_gradients_in_b_keeps_nothing_for_w():
-    """As training's log says: modules with userbuffers, and MLPs that are one operation."""
-    parallel, overlap = PARALLEL.format(4, "transformer_engine"), "--tp-comm-overlap"
-    fuser, experts = "--use-transformer-engine-op-fuser", "--num-experts 4 --moe-grouped-gemm"
-    te = "--transformer-impl transformer_engine"
-
-    def waiting(*flags):
-        return sums(this := job(*flags), layer(this, this.layers[0]))[1]
-
-    assert waiting(parallel) > waiting(parallel, overlap) == 0
-    for others in (te, PARALLEL.format(4, "local"), f"{parallel} --multi-latent-attention"):
-        assert waiting(others, overlap) == waiting(others) > 0
-    assert waiting(parallel, experts, overlap) < waiting(parallel, experts)
-    assert waiting(te, fuser) == waiting(te, experts, fuser) == waiting(te) - 20 * 4096 * 4096
-    assert waiting(fuser) == waiting(), "of Megatron's own layers"
-
-
 def test_attention_scores_without_flash_attention():
     """5as/h with a softmax in 16 bits; in fp32 its output is there too before it is cast."""
     flags = "--attention-dropout 0.1 --attention-backend unfused"
@@ -170,17 +153,6 @@ def test_instances_of_the_optimizer_each_keep_all_of_its_states():
     for wrong, ranks in (("3", 8), ("8", 4)):
         with pytest.raises(PlanError, match=f"divide the {ranks} ranks"):
             job_of(read([*line.split(), wrong])[0])
-
-
-@pytest.mark.parametrize("latent", ["", "--multi-latent-attention --position-embedding-type rope"])
-def test_learnable_softmax_has_a_parameter_a_head(latent):
-    for ranks in (1, 4):
-        sizes = f"--tensor-model-parallel-size {ranks}"
-        plain, learnable = (
-            layer_parameters(job(latent, sizes, more), 0).total
-            for more in ("", "--softmax-type learnable")
-        )
-        assert learnable - plain == 32 // ranks
 
 
 def test_a_precision_aware_optimizer():
@@ -302,13 +274,8 @@ def test_a_v_has_both_ends_on_rank_0():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--use-megatron-fsdp", "does not model"),
-        ("--fp32-residual-connection", "does not model"),
-        ("--heterogeneous-layers-config-path layers.json", "does not model"),
-        (
-            "--cpu-offloading --cpu-offloading-num-layers 2",
-            "without a pipeline only.* does not model",
-        ),
+        ("--use-megatron-fsdp", "not modelled: --use-megatron-fsdp"),
+        ("--heterogeneous-layers-config-path x.json", "not modelled: --heterogeneous-layers"),
         ("--bf16 --fp16", "exclude each other"),
         ("--num-query-groups 7 --group-query-attention", "no multiple of 7"),
         ("--tensor-model-parallel-size 3", "cannot be divided by 3"),
@@ -318,9 +285,6 @@ def test_a_v_has_both_ends_on_rank_0():
         ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than"),
         ("--num-experts 4 --moe-layer-freq __import__('os')", "--moe-layer-freq"),
         ("--recompute-granularity full", "--recompute-method"),
-        ("--activation-offload-fraction 1.5", "--activation-offload-fraction must be between"),
-        ("--tensor-parallel-num-weight-shards 3 --tensor-model-parallel-size 2", "3 cannot be div"),
-        ("--tensor-parallel-num-weight-shards 4 --world-size 6", "4 cuts weights over 4 ranks"),
         ("--output-logit-dtype fp16", "--output-logit-dtype must be one of bf16, fp32"),
         ("--hidden-size many", "invalid int value"),
     ],
@@ -328,33 +292,6 @@ def test_a_v_has_both_ends_on_rank_0():
 def test_what_cannot_be_planned_is_said(flags, words):
     with pytest.raises(PlanError, match=words):
         job(flags)
-
-
-def test_weights_that_data_parallel_ranks_share():
-    """Each has its part of linear layers' weights, of the vocabulary's and of experts'; as many
-    optimizer states as before, which the ranks with the same part divide."""
-    line = "--world-size 16 --use-distributed-optimizer --bf16 --tensor-model-parallel-size 2 "
-    line += "--sequence-parallel --num-experts 4 --expert-model-parallel-size 2 "
-    line += "--expert-tensor-parallel-size 1 --vocab-size 1024"
-    dense = "--tensor-parallel-num-weight-shards"
-    expert = f"--expert-{dense[2:]}"
-    plain, cut = (
-        job_of(read(f"{PLAIN.replace('--fp16', '')} {line} {more}".split())[0])
-        for more in ("", f"{dense} 8 {expert} 2")
-    )
-    assert weight_parts(cut) == (4, 2)
-    before, after = (layer_parameters(one, 0) for one in (plain, cut))
-    assert (before.dense, before.expert) == (4 * after.dense, 2 * after.expert)
-    assert before.other == after.other
-    split = even_split(8, 2)
-    first, parts = (stage_bytes(one, split)[0] for one in (plain, cut))
-    words = 1024 * 4096 // 2
-    assert first.parameters.other - parts.parameters.other == words * 3 // 4
-    assert parts.states.parameters == 2 * parts.parameters.total
-    counts = Count(dense=4000), Count(dense=1000)
-    states = [state_bytes(one, each).optimizer for one, each in zip((plain, cut), counts)]
-    assert states[0] == states[1] == 12 * 4000 // 8
-    assert any(dense in one for one in cut.assumptions)
 
 
 def test_grouped_queries_are_one_group_by_default():

@@ -156,5 +156,3 @@ def test_the_command_compares_the_ways(tmp_path, capsys):
     assert again["hidden_exchange"] > 0.4  # there is more of it than of computation
     main(["plan", *words])
     assert "the fastest that was tried: passes in pairs" in capsys.readouterr().out
-    assert main(["plan", *words, FLAG, "--offload", "half"]) == 2
-    assert "--offload half cannot be combined with" in capsys.readouterr().err

@@ -76,11 +76,10 @@ class Recipe(str, Enum):
     ("given", "recipe"),
     [
         ({}, None),
-        ({"fp8": None, "fp8_recipe": "delayed", "fp4_recipe": "nvfp4"}, None),
+        ({"fp8": None, "fp8_recipe": "delayed"}, None),
         ({"fp8_format": "hybrid"}, "delayed"),
         ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "mxfp8"),
         ({"fp8": "e4m3", "fp8_recipe": Recipe.blockwise}, "blockwise"),
-        ({"fp4_format": "e2m1"}, "nvfp4"),
     ],
 )
 def test_the_recipe_of_flags_arguments_and_configurations(given, recipe):

@@ -16,7 +16,7 @@ from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import split_of
 from megatron_ext.plan.memory import stage_bytes
 from megatron_ext.plan.model import PlanError
-from tests.unit.plan.shapes import FLAGS_ALONE, RECURRENT, SHAPES, tokens
+from tests.unit.plan.shapes import FLAGS_ALONE, SHAPES, tokens
 
 GOLDEN = Path(__file__).parent / "bytes.json"
 MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
@@ -25,7 +25,7 @@ PARALLEL = "--bf16 --tensor-model-parallel-size 4 --sequence-parallel --use-dist
 
 def cases() -> Iterator[tuple[str, list[str], int]]:
     """Name, flags and stages."""
-    for name in SHAPES | RECURRENT | FLAGS_ALONE:
+    for name in SHAPES | FLAGS_ALONE:
         yield name, tokens(name), 2
     for name, line in MODELS.items():
         words = f"{line} --seq-length 4096".split()

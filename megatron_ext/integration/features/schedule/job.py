@@ -10,7 +10,7 @@ from typing import Any
 
 from ...._conflict import argument, attribute
 from ....plan.budget import Budget
-from ....plan.flags import FLAGS, GRAPHS, graphed, job_of, not_modelled
+from ....plan.flags import FLAGS, job_of, not_modelled
 from ....plan.layout import Split, read_layout
 from ....plan.memory import growth
 from ....plan.model import Job, PlanError
@@ -37,7 +37,7 @@ def job_of_args(args: MegatronArgs) -> Job:
     """
     why = not_modelled(lambda name: getattr(args, name, None))
     if why is not None:
-        raise PlanError(f"{why}, which is not modelled")
+        raise PlanError(why)
     given: dict[str, Any] = {}
     for flag, kind in FLAGS.items():
         name = attribute(flag)
@@ -49,7 +49,6 @@ def job_of_args(args: MegatronArgs) -> Job:
     given["no_gradient_accumulation_fusion"] = args.gradient_accumulation_fusion is False
     if not given.get("group_query_attention"):
         given.pop("num_query_groups", None)
-    given["graphed"] = graphed({name: getattr(args, name, None) for name in map(argument, GRAPHS)})
     return job_of(given)
 
 
