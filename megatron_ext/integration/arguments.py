@@ -111,7 +111,6 @@ class MegatronArgs(Protocol):
     pp_microbatch_costs: str | None
     pp_reorder_microbatches: bool | None
     pp_profile_steps: int | None
-    pp_profile: str | None
     pp_p2p: str | None
     pp_trace: str | None
     pp_vocab_parallel: bool | None

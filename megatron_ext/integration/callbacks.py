@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..plan.layout import Split
+from ..schedule.costs import Costs
 from ..schedule.link import Link
 from ..schedule.planner import Knowledge, StepUnits
 from .hooks import Hook, declared
 
 if TYPE_CHECKING:
-    from ..plan.profile import Profile
     from ..runtime.channel import Channel
     from ..runtime.executor import Executor
     from ..runtime.trace import Recorder
@@ -69,23 +68,21 @@ class PlanInputs:
     Attributes:
         steps_to_measure: the next training steps whose times a feature needs.
         link: transfer times of offloaded activation sets; None: as the flags have them.
-        profile: measured in this run.
-        reorder: make a new order for the profile's costs, and not only a new offload plan.
+        costs: measured in this run.
+        reorder: make a new order for these costs, and not only a new offload plan.
         changed: plans made so far are out of date.
     """
 
     steps_to_measure: int = 0
     link: Link | None = None
-    profile: Profile | None = None
+    costs: Costs | None = None
     reorder: bool = False
     changed: bool = False
 
     @property
     def knowledge(self) -> Knowledge:
         """As the planner takes it."""
-        profile = self.profile
-        costs = None if profile is None else profile.costs(Split(profile.layers))
-        return Knowledge(self.link, costs, self.reorder and profile is not None, profile)
+        return Knowledge(self.link, self.costs, self.reorder and self.costs is not None)
 
 
 @dataclass

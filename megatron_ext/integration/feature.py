@@ -22,7 +22,6 @@ from .errors import ConfigError
 from .rules import Rule as Rule
 
 if TYPE_CHECKING:
-    from ..plan.profile import Profile
     from ..runtime.wgrad import WeightGradStore
     from .features.schedule.choose import ScheduleRequest
     from .pipeline import ScheduledPipeline
@@ -165,15 +164,11 @@ class Run:
         training: Megatron's training package is in use, not only its core.
         library: there is no command line (``megatron_ext.enable``). What Megatron's arguments would
             hold is known only when a model comes; ``for_model`` is the run of that model.
-        stock_flags: Megatron's own options that were given, with their values as text.
         request: what ``--pp-schedule`` asks for; None: Megatron's own schedule runs.
         schedule: the same with its planner; known after Megatron's validation, or see ``choice``.
-        profile: of a former run, to plan with.
         chunks: model chunks a rank; known after Megatron's validation, or with the model.
         experts_in_chunks: MoE layers run in chunks of tokens.
         inputs: of training plans; callbacks change them while the run goes on.
-        settle: makes the order for estimated costs on the first rank's device, which it is given;
-            None: costs are given or measured, or it was made so.
         models: of a library: the chunks of the model whose run this is, with their wrappers.
         group, groups: of a library: the model's pipeline, and all in which ranks run its calls
             together, that first.
@@ -188,16 +183,13 @@ class Run:
     version: str
     training: bool = True
     library: bool = False
-    stock_flags: Mapping[str, str] = field(default_factory=dict)
     request: ScheduleRequest | None = None
     schedule: ScheduleRequest | None = None
-    profile: Profile | None = None
     chunks: int = 1
     experts_in_chunks: bool = False
     inputs: PlanInputs = field(default_factory=PlanInputs)
     store: WeightGradStore | None = None
     pipeline: ScheduledPipeline | None = None
-    settle: Callable[[str], None] | None = None
     models: Sequence[Any] = ()
     group: Any = None
     groups: Sequence[Any] = ()
@@ -233,7 +225,6 @@ class Run:
             schedule=None,
             inputs=PlanInputs(),
             pipeline=None,
-            settle=None,
         )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import enum
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
@@ -156,39 +154,3 @@ def given(args: MegatronArgs, compared: bool = False) -> dict[str, str]:
             convert = flag.compared if compared else None
             found[flag.name] = str(value) if convert is None else convert(str(value), args)
     return found
-
-
-def given_to_megatron(args: MegatronArgs, parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Megatron's own options, and the training script's, whose values are not their defaults.
-
-    What every rank may have of its own is left out: its number, and where on its node something
-    lies, of which only counts that it was given.
-
-    Args:
-        args: as parsed, not yet validated.
-        parser: that has parsed them.
-    """
-    ours = {flag.attribute for flag in FLAGS}
-    found = {}
-    for option in parser._actions:
-        if option.dest in (*ours, "local_rank") or not hasattr(args, option.dest):
-            continue
-        value = getattr(args, option.dest)
-        # Of a switch and its opposite, the one that sets this value.
-        sets_it = option.nargs != 0 or option.const in (value, None)
-        text = "given" if option.nargs == 0 and option.const is not None else _text(value)
-        if value != parser.get_default(option.dest) and sets_it and text is not None:
-            found[(option.option_strings or [option.dest])[0]] = text
-    return found
-
-
-def _text(value: object) -> str | None:
-    """A value that was given on a command line; None if it is something else."""
-    if isinstance(value, (list, tuple)):
-        parts = [_text(part) for part in value]
-        return " ".join(part for part in parts if part is not None)
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, str):
-        return "a path" if os.sep in value else value
-    return str(value) if value is None or isinstance(value, (bool, int, float)) else None

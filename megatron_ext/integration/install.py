@@ -17,7 +17,6 @@ from .feature import Run
 from .flags import (
     add_arguments,
     defaults,
-    given_to_megatron,
     lost_in_yaml,
     short_errors,
     wanted,
@@ -148,10 +147,7 @@ class Installation(EntryPoint):
     def _run_of(self, args: Any) -> Run:
         """What ``args``, not yet validated by Megatron, ask for."""
         FLAGGED.require(hasattr(args, "pp_schedule"))
-        run = Run(args, self.hooks.version, "megatron.training" in sys.modules)
-        if self._parser is not None:
-            run.stock_flags = given_to_megatron(args, self._parser)
-        return self.checked(run)
+        return self.checked(Run(args, self.hooks.version, "megatron.training" in sys.modules))
 
 
 def install(argv: Sequence[str] | None = None) -> Installation | None:

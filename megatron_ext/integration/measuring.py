@@ -11,23 +11,20 @@ import torch
 import torch.distributed as dist
 
 from ..offload.arena import HostArena
-from ..offload.device import Device, device_for
+from ..offload.device import Device
 from ..offload.engine import Policy
-from ..offload.host_memory import available_host_bytes
 from ..offload.rates import Rates, choose_policy, measure_rates
 from ..runtime.channel import Channel
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
 from ..schedule.units import Unit
 from .callbacks import Duration
-from .utils import gather_over
 
 # Seconds of F, B and W, by model chunk of this rank and operation.
 Seconds = Mapping[tuple[int, Op], float]
 
 # Bytes each way of one measurement: long enough to hide the cost of starting a copy.
 PROBE_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
-_AMPLE = 64  # probes: eight ranks on a host, each with a pinned and a pageable copy, and room
 
 
 def pass_seconds(
@@ -92,22 +89,6 @@ def hop_seconds(channel: Channel, group: Any) -> float:
                 best = min(best, (time.perf_counter() - started) / 2)
     dist.barrier(group)
     return best if best < float("inf") else 0.0
-
-
-def host_rates(device: torch.device, groups: Sequence[Any]) -> tuple[float, float] | None:
-    """Bytes/s to the host and back where nothing is offloaded; all ranks of a call together.
-
-    None if a host has little memory left: only a profile wants to know, which is no reason to fail.
-    """
-    if min(gather_over(available_host_bytes(), groups)) < _AMPLE * PROBE_BYTES[device.type]:
-        return None
-    own, arena = device_for(device), HostArena(device)
-    try:
-        rates, _ = measure_link(groups[0].rank(), (), own, arena, groups[0])
-    finally:
-        own.close()
-        arena.close()
-    return rates.to_host, rates.to_device
 
 
 def measure_link(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -144,16 +143,6 @@ def gather_over(value: Any, groups: Sequence[Any]) -> list[Any]:
         for others in gather(known, group):
             known |= others
     return [known[rank] for rank in sorted(known)]
-
-
-def device_name(index: int | None = None) -> str:
-    """An accelerator of this node, as its driver calls it; default: the one that Megatron's scripts
-    give to this rank."""
-    if not torch.cuda.is_available():
-        return "CPU"
-    if index is None:
-        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    return str(torch.cuda.get_device_name(index))
 
 
 def full_batch(args: MegatronArgs) -> int | None:

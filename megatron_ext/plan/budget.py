@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .._input import size_text
 from ..schedule.memory_cap import number_text
@@ -37,12 +37,6 @@ class Budget:
     size: int
     splits: Splits
     profile: Profile | None = None
-
-    def at(self, stages: int) -> Budget:
-        return replace(self, splits={stages: self.splits(stages)}.__getitem__)
-
-    def measured(self, profile: Profile) -> Budget:
-        return replace(self, profile=profile)
 
     def stages(self, placement: Placement) -> list[StageBytes]:
         """Bytes of every stage."""
@@ -176,13 +170,3 @@ def stages_of(spec: ScheduleSpec) -> int:
         return spec.placement.num_stages
     one = set(spec.names) <= set(ONE_CHUNK)
     return spec.pp * (1 if one else spec.chunks or 2)
-
-
-def profiled(spec: ScheduleSpec, profile: Profile, splits: Splits) -> ScheduleSpec:
-    """``spec`` for measured times, and for measured bytes where it has a cap in bytes.
-
-    Args:
-        splits: layers of every stage, for a number of stages.
-    """
-    cap = None if spec.cap is None else spec.cap.measured(profile)
-    return replace(spec, costs=profile.costs(splits(stages_of(spec))), cap=cap or spec.cap)

@@ -18,8 +18,7 @@ CONFLICTS = (
     Conflict("--pp-vocab-parallel", _EQUAL),
     Conflict("--pp-slice-weights", "every slice of a step's own order has its W; drop one of them",
              values=("joined",)),
-    Conflict("--pp-profile-steps", "it measures equal microbatches; measure in a run of its own, "
-             "and give --pp-profile"),
+    Conflict("--pp-profile-steps", "it measures equal microbatches; drop one of them"),
     Conflict("--overlap-moe-expert-parallel-comm", "pairs take equal microbatches; drop one of "
              "them"),
     Conflict("--cuda-graph-impl", _CAPTURED),

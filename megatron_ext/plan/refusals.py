@@ -176,11 +176,6 @@ VOCABULARY: tuple[Conflict, ...] = (
         "parts are cut from matrices that have their initial values; drop it",
     ),
     _Given(
-        "--pp-profile",
-        "measured times of the last stage have the whole output layer in them; drop it and "
-        "give --pp-cost",
-    ),
-    _Given(
         "--pp-profile-steps",
         "times of the vocabulary's passes are not measured; drop it and give --pp-cost",
     ),

@@ -88,7 +88,7 @@ def named_by(costs: Costs, profile: Profile | None, split: Split, gpu: Gpu, pp: 
     if profile is not None and profile.path:
         return ByName(f"--pp-profile {shlex.quote(profile.path)}", profile.costs(split))
     if profile is None and gpu.has_rates_of_the_table:
-        return ByName("", costs)  # training makes the same estimate
+        return ByName("", costs)  # training measures them
     mean = mean_costs(costs, pp)
     numbers = mean.forward, mean.backward_input, mean.backward_weight, mean.hop
     return ByName("--pp-cost " + ",".join(str(number_to_json(x)) for x in numbers), mean)

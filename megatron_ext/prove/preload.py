@@ -16,14 +16,12 @@ def preload() -> None:
     """Import all modules of megatron_ext and what training imports late; hash our sources; look
     for torch's backends among the installed packages."""
     import megatron_ext
-    from megatron_ext.integration.features import consistency
 
     ours = pkgutil.walk_packages(megatron_ext.__path__, "megatron_ext.")
     for name in (*_LATE, *(module.name for module in ours)):
         if not name.endswith("__main__"):
             with contextlib.suppress(ImportError):  # another version of Megatron may lack its own
                 importlib.import_module(name)
-    consistency._sources()
     metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
     metadata.entry_points(group="torch.distributed.backends")
 

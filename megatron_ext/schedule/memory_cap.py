@@ -17,12 +17,6 @@ NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
 class Cap(Protocol):
     """A limit on the device memory of every rank; ``plan.budget.Budget`` has it in bytes."""
 
-    def at(self, stages: int) -> Cap:
-        """The same for so many stages alone, which another process can be sent."""
-
-    def measured(self, profile: Any) -> Cap | None:
-        """The same by measured bytes; None: it does not count bytes."""
-
     def sets(self, placement: Placement, split_backward: bool) -> int:
         """Activation sets for which every rank has room, whichever they are.
 
@@ -68,12 +62,6 @@ class ShareCap:
 
     share: Fraction
     growth: Fraction = Fraction(1)
-
-    def at(self, stages: int) -> ShareCap:
-        return self
-
-    def measured(self, profile: Any) -> None:
-        return None
 
     def sets(self, placement: Placement, split_backward: bool) -> int:
         sets = cap_sets(self.share, placement.pp, placement.chunks)

@@ -48,18 +48,14 @@ class Knowledge(NamedTuple):
         costs: of the passes; None: those that the order is made for.
         reorder: make the order for ``costs`` too, and take it if it is faster under them. Otherwise
             they only help to decide what is offloaded.
-        profile: with ``reorder``, where the costs are from; its bytes decide again what keeps a cap
-            that was given in bytes.
     """
 
     link: Link | None = None
     costs: Costs | None = None
     reorder: bool = False
-    profile: Any = None
 
 
 NOTHING = Knowledge()
-_SHAPING = 3  # fields that tell plans apart
 
 
 @dataclass(frozen=True)
@@ -95,10 +91,11 @@ class Planner:
             ValueError: it does not exist.
         """
         if units.shares:
-            known = self._plans.get((units.microbatches, *NOTHING[:_SHAPING]))
-            cap = None if self.cap is None else self.cap.at(self.spec.placement.num_stages)
-            return order_for_units(self.spec, units.shares, units.free, known, cap, self.chosen)
-        key = units.microbatches, *knowledge[:_SHAPING]
+            known = self._plans.get((units.microbatches, *NOTHING))
+            return order_for_units(
+                self.spec, units.shares, units.free, known, self.cap, self.chosen
+            )
+        key = units.microbatches, *knowledge
         if key not in self._plans:
             self._plans[key] = self._order(units.microbatches, knowledge).searched()
             while len(self._plans) > _KEPT:
@@ -107,11 +104,8 @@ class Planner:
 
     def _order(self, microbatches: int, knowledge: Knowledge) -> TrainingOrder:
         """The request for one order."""
-        link, costs, reorder, profile = knowledge
+        link, costs, reorder = knowledge
         spec = replace(self.spec, microbatches=microbatches).sliced(self.cut)
-        stages = spec.placement.num_stages
-        if spec.cap is not None:
-            spec = replace(spec, cap=spec.cap.at(stages))
         if costs is not None:
             costs = costs if self.cut is None else self.cut.costs(costs, microbatches)
             costs = costs if self.paired is None else self.paired(costs)
@@ -119,20 +113,20 @@ class Planner:
             spec = spec.order_alone()
         else:
             spec = replace(spec, offload=OffloadSpec(self.wanted, link))
-        cap = None if self.cap is None else self.cap.at(stages)
-        asked = cap if self.wanted is None else None  # what stays on the device is decided later
+        asked = (
+            self.cap if self.wanted is None else None
+        )  # what stays on the device is decided later
         former = TrainingOrder(
             replace(spec, times=costs), self.lenient, asked=asked, free=self.chosen
         )
         if costs is None or not reorder:
             return former
-        by_bytes = None if cap is None or profile is None else cap.measured(profile)
-        again = replace(spec, costs=costs, cap=by_bytes or spec.cap)
+        again = replace(spec, costs=costs)
         if self.chosen:
-            cap = by_bytes or cap
-            again = replace(again, name=AUTO, names=placed_alike(spec), cap=cap, group_size=None)
-        asked = None if by_bytes else asked
-        return replace(former, again=again, measured=by_bytes, asked=asked)
+            again = replace(
+                again, name=AUTO, names=placed_alike(spec), cap=self.cap, group_size=None
+            )
+        return replace(former, again=again)
 
 
 def order_for_units(

@@ -41,14 +41,12 @@ class TrainingOrder:
         spec: what is asked for, with ``times`` if passes were measured.
         lenient: under offload, what comes closest to a cap will do.
         again: the request for measured costs, whose order is taken if it is faster under them.
-        measured: a cap by measured bytes; what exceeds it is replaced even by a slower order.
         asked: the cap that the options of ``spec`` were chosen for; ``free``: by ``auto``.
     """
 
     spec: ScheduleSpec
     lenient: bool = False
     again: ScheduleSpec | None = None
-    measured: Cap | None = None
     asked: Cap | None = None
     free: bool = False
 
@@ -74,20 +72,16 @@ class TrainingOrder:
             raise
 
     def _replanned(self, former: Schedule, again: ScheduleSpec) -> Schedule:
-        """``former``, or the order for measured costs and bytes if that is better under them."""
-        cap, new, fits, refused = self.measured, former, True, ""
+        """``former``, or the order for measured costs if that is faster under them."""
+        new, refused = former, ""
         try:
-            fits = cap is None or keeps(cap, former)
             new = self._answer(again).schedule
         except ValueError as error:
             # Training has begun, and what it runs now is no worse than it was.
-            refused = f"; {'by measured bytes ' * (cap is not None)}{error}"
+            refused = f"; {error}"
         gain = float(1 - self._time(new) / self._time(former))
-        if gain > 0 or (not fits and not refused):
-            time = f"{gain:.2%} less time" if gain >= 0 else f"{-gain:.2%} more time"
-            why = "measured times" if fits else "measured bytes, which the former order exceeds"
-            held = f"; {new.name}: {cap.detail(new)}" if cap is not None else ""
-            return replace(new, note=f"re-planned for {why}: {time} a step{held}")
+        if gain > 0:
+            return replace(new, note=f"re-planned for measured times: {gain:.2%} less time a step")
         than = f"{-gain:.2%} longer" if gain else "as long"
         note = f"the order stays: made for measured times it would take {than}{refused}"
         return replace(former, note=note)

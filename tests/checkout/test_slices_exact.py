@@ -3,7 +3,6 @@ slices, bit for bit, and that of whole microbatches within 1e-14."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -204,17 +203,9 @@ def test_offload(sessions: Sessions, flags: str, tmp_path: Path) -> None:
 
 
 def test_a_profile(sessions: Sessions, tmp_path: Path) -> None:
-    """Passes of a microbatch's slices add up, and sets too; an order for them changes no bit."""
-    words = f"{ROPE} --pp-profile-steps 1 --pp-profile {tmp_path / 'profile.json'}"
-    run, given = sessions(words, 2)
+    """An order for measured times changes no bit."""
+    run, given = sessions(f"{ROPE} --pp-profile-steps 1", 2)
     require_exact(run, given)
-    profiles = [json.loads((tmp_path / "profile.json").read_text())]
-    given.drop("--pp-slices")
-    assert run.check("whole", given).status == "equal"
-    profiles.append(json.loads((tmp_path / "profile.json").read_text()))
-    sliced, whole = (profile["set_bytes"] for profile in profiles)
-    # Local attention keeps less of its scores in slices, and repeated keys of every prefix.
-    assert all(0.8 < a / b < 1.2 for a, b in zip(sliced, whole)), (sliced, whole)
     (folder,) = tmp_path.glob("*-layout")
     log = (folder / "rank0.log").read_text()
     assert "the order stays" in log or "re-planned" in log

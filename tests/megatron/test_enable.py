@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.integration.features.schedule.estimate import LENGTHS
 from megatron_ext.integration.library import ModelArgs
-from megatron_ext.plan.estimate import Estimate
-from megatron_ext.plan.flags import job_of, read
-from megatron_ext.plan.layout import Split
 from megatron_ext.releases import RELEASES
 from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import version
@@ -91,26 +86,6 @@ def test_new_numbers_of_microbatches(results: Cases) -> None:
     assert merged(ours, "returned") == merged(stock, "returned")
     gradients = merged(ours, "gradients")
     assert gradients == merged(stock, "gradients") and any(map(any, gradients.values()))
-
-
-def test_every_model_has_an_order_for_its_own_estimate(results: Cases) -> None:
-    """As ``plan`` makes it of such flags; of FLOPs alone, since lengths vary."""
-    basis = re.compile(r"^the order is made for (.*)", re.M)
-    said = basis.findall(results["zb-h1-4"][0]["log"])
-    expected = []
-    for hidden in (32, 32, 16):
-        line = f"--num-layers 8 --hidden-size {hidden} --num-attention-heads 4 --seq-length 1 "
-        line += "--micro-batch-size 2 --vocab-size 64 --make-vocab-size-divisible-by 64"
-        job = job_of(read(line.split())[0])
-        made = Estimate(job, lambda stages: Split((2,) * stages), "", LENGTHS)
-        expected.append(made.text(4))
-    assert said == expected
-    assert all(not basis.search(rank["log"]) for rank in results["zb-h1-4"][1:])
-
-
-def test_a_hybrid_model_has_one_too(results: Cases, request: pytest.FixtureRequest) -> None:
-    rows = re.findall("made for FLOPs .*", results["v-half-hybrid"][0]["log"])
-    assert len(rows) == 3 and "stage 0 " in rows[0] and "; stage 3 " in rows[0]
 
 
 def test_what_is_returned_lies_where_megatron_has_it(results: Cases) -> None:

@@ -167,17 +167,17 @@ def test_the_note_of_a_new_order_is_logged_once_it_is_made_for_measured_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megatron_ext.integration.features import profile
-    from megatron_ext.runtime.wgrad import WeightGradStore
+    from megatron_ext.schedule import Costs
     from tests.support.stand_ins import megatron_args, started
 
     said: list[str] = []
     monkeypatch.setattr(profile.logger, "info", lambda text, *values: said.append(text % values))
     monkeypatch.setattr(profile.dist, "get_rank", lambda: 0)
     args = megatron_args(pp_profile_steps=2)
-    one = started(profile.ProfileSteps, args=args, store=WeightGradStore())
+    one = started(profile.ProfileSteps, args=args)
     plan = SimpleNamespace(note="made for measured times")
     one.planned(plan)
-    one._inputs.profile = object()
+    one._inputs.costs, one._inputs.reorder = Costs(), True
     one.planned(SimpleNamespace(note=""))
     assert said == []
     one.planned(plan)

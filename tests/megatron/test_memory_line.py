@@ -14,7 +14,6 @@ from megatron_ext.integration.features.telemetry import (  # noqa: E402
     Telemetry,
     measured,
 )
-from megatron_ext.plan.estimate import Estimate  # noqa: E402
 from megatron_ext.plan.flags import job_of, read  # noqa: E402
 from megatron_ext.plan.layout import even_split  # noqa: E402
 from megatron_ext.plan.model import PlanError  # noqa: E402
@@ -54,8 +53,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> A
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * GIB)
     monkeypatch.setattr(logging.getLogger("megatron_ext"), "propagate", True)
 
-    def call(estimate: Any, *steps: Any) -> list[str]:
-        request = SimpleNamespace(estimate=estimate, profile=None)
+    def call(request: Any, *steps: Any) -> list[str]:
         args = SimpleNamespace(pp_trace=None)
         run = SimpleNamespace(request=request, training=False, args=args)
         (line,) = Telemetry().start(run)  # type: ignore[arg-type]
@@ -69,15 +67,12 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> A
 
 
 def test_once_after_the_second_training_step(said: Any) -> None:
-    estimate = Estimate(JOB, lambda stages: even_split(4, stages))  # type: ignore[arg-type, return-value]
-    planned = measured.planned_bytes(
-        SimpleNamespace(request=SimpleNamespace(estimate=estimate, profile=None)),  # type: ignore[arg-type]
-        PLAN,
-    )
+    request = SimpleNamespace(job=JOB, splits=lambda stages: even_split(4, stages))
+    planned = measured.planned_bytes(SimpleNamespace(request=request), PLAN)  # type: ignore[arg-type]
     assert planned is not None and len(planned) == 2 and min(planned) > 0
     steps = [_step(), _step(training=False), _step(), _step()]
-    assert said(estimate, steps[0], steps[1]) == []
-    assert said(estimate, *steps) == [
+    assert said(request, steps[0], steps[1]) == []
+    assert said(request, *steps) == [
         "memory after step 2, pipeline rank 1, which has most: 1 activation sets (plan 1), peak "
         f"allocated 6GiB (plan {measured.size_text(planned[1])}), communicators of messages "
         "256MiB beside"
@@ -86,13 +81,13 @@ def test_once_after_the_second_training_step(said: Any) -> None:
 
 def test_a_model_that_cannot_be_planned(said: Any) -> None:
     """And on the CPU there is nothing to say."""
-    unknown = Estimate(None, lambda stages: even_split(4, stages))  # type: ignore[arg-type, return-value]
+    unknown = SimpleNamespace(job=None, splits=lambda stages: even_split(4, stages))
     assert "peak allocated 6GiB, comm" in said(unknown, _step(), _step())[0]
 
     def refused(stages: int) -> Any:
         raise PlanError("3 layers do not fit")
 
-    broken = Estimate(JOB, refused)
+    broken = SimpleNamespace(job=JOB, splits=refused)
     assert "peak allocated 6GiB, comm" in said(broken, _step(), _step())[0]
     assert said(unknown, _step("cpu"), _step("cpu")) == []
 
@@ -126,5 +121,6 @@ def test_communicators_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPa
 def test_pipelines_count_their_own_steps(said: Any) -> None:
     """Ranks of one may be in another one, too, and all of a pipeline gather in one step."""
     first, second = _step(), _step(group=Group())
-    assert said(None, first, second) == []
-    assert len(said(None, first, second, second)) == 1
+    unknown = SimpleNamespace(job=None)
+    assert said(unknown, first, second) == []
+    assert len(said(unknown, first, second, second)) == 1

@@ -1,4 +1,4 @@
-"""What training makes its order for by default: the planner's times, FLOPs, or equal costs."""
+"""What training makes its order for by default: the model's FLOPs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_ext.plan.estimate import Estimate
+from megatron_ext.plan.estimate import flop_costs
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import Gpu, gpu_called, gpu_of
-from megatron_ext.plan.layout import Split, even_split, split_of
+from megatron_ext.plan.layout import even_split, split_of
 from megatron_ext.plan.point import evaluate
-from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.space import SearchSpace
-from megatron_ext.plan.times import PassTimes, stage_times
+from megatron_ext.plan.times import stage_times
 from megatron_ext.schedule import AUTO, GENERATORS, NAMES, Costs, ScheduleSpec, generate, select
 from megatron_ext.schedule.effects import peak_sets
 from megatron_ext.schedule.generators.cap import v_cap_limits
@@ -24,7 +23,6 @@ from megatron_ext.schedule.named import time_taken
 from megatron_ext.schedule.simulate import simulate
 from tests.support.grids import sampled
 
-H100 = "NVIDIA H100 80GB HBM3"
 SIZES = "--num-layers 32 --seq-length 4096 --micro-batch-size 1 --bf16"
 DENSE = f"{SIZES} --hidden-size 2048 --num-attention-heads 16"
 # Words, layers of several kinds, and little work in a layer beside a huge output layer.
@@ -40,19 +38,14 @@ def job(text):
     return job_of(read(shlex.split(text))[0])
 
 
-def estimate(text, device=H100, **changes):
-    described = job(text)
-
-    def splits(stages):
-        return split_of(described, stages) or even_split(described.num_layers, stages)
-
-    return replace(Estimate(described, splits, device), **changes)
+def split(described, stages):
+    return split_of(described, stages) or even_split(described.num_layers, stages)
 
 
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        (H100, "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA A100 80GB PCIe", "A100"),
@@ -72,19 +65,11 @@ def test_devices_by_their_drivers_names(name, key):
 
 
 class TestCosts:
-    def test_on_a_known_device_they_are_the_plans(self):
-        for text in MODELS.values():
-            one = estimate(text)
-            space = SearchSpace(one.job, gpu_of("H100"), 4)
-            workload = space.workload(one.job, 8, one.splits(8))
-            assert one.costs(8) == workload.costs
-            assert one.costs(8).hop > 0
-
     def test_flops_of_a_dense_model(self):
         """Of W: 24 s h^2 / 2 a token and layer without attention; of the output layer 2 h V in F,
         and twice that in B, which computes its weight gradient too."""
         line = DENSE.replace("--num-layers 32", "--num-layers 16") + " --vocab-size 65536"
-        costs = estimate(line, "AMD Instinct MI250X").costs(4)
+        costs = flop_costs(job(line), even_split(16, 4))
         rows = costs.stages
         assert costs.hop == 0 and rows[0] == rows[1] == rows[2]
         h, v, s = 2048, 65536, 4096
@@ -104,46 +89,12 @@ class TestCosts:
         """So every kind of layer has them."""
         endless = Gpu("", 1e3, 0, 1e40, 1e40, 1e40, 1e40, 1e40)
         for text in MODELS.values():
-            one = estimate(text, "")
-            times = stage_times(one.job, one.splits(8), endless)
-            for row, seconds in zip(one.costs(8).stages, times):
+            one = job(text)
+            times = stage_times(one, split(one, 8), endless)
+            for row, seconds in zip(flop_costs(one, split(one, 8)).stages, times):
                 for part, time in zip(row, seconds):
                     mean = sum(map(sum, times)) / 24
                     assert abs(part - max(1, round(64 * time / mean))) <= 1
-
-    def test_of_what_cannot_be_described_they_are_equal(self):
-        def fails(stages):
-            raise ValueError("3 layers do not fit")
-
-        one = estimate(DENSE)
-        for wrong, why in (
-            (Estimate(None, one.splits, reason="it is a BERT"), "it is a BERT"),
-            (replace(one, splits=fails), "3 layers do not fit"),
-            (replace(one, splits=lambda stages: Split((1,) * stages)), "its stages have 4 layers"),
-        ):
-            assert wrong.costs(4) == Costs()
-            assert wrong.text(4).startswith("equal costs (the model cannot be estimated: ")
-            assert why in wrong.text(4)
-
-    def test_another_vocabulary_changes_the_last_stage(self):
-        one = estimate(DENSE + " --vocab-size 32000")
-        assert one.with_vocabulary(None) == one
-        other = one.with_vocabulary(256000)
-        assert other.costs(4).stages[1] == one.costs(4).stages[1]
-        assert other.costs(4).stages[3][1] > one.costs(4).stages[3][1]
-
-
-def test_the_log_line_has_every_stage_once():
-    text = estimate(DENSE + " --vocab-size 65536").text(4)
-    costs = estimate(DENSE + " --vocab-size 65536").costs(4)
-    first, middle, _, last = [",".join(map(str, map(int, row))) for row in costs.stages]
-    assert text == (
-        f"times estimated for H100 ({H100}), in microseconds: F,B,W of stage 0 {first}; "
-        f"stages 1 to 2 {middle}; stage 3 {last}; hop {costs.hop}"
-    )
-    text = estimate(DENSE, "X1").text(4)
-    assert text.startswith("FLOPs (no rates of the device 'X1' are known), in 64ths of the mean")
-    assert "(lengths vary)" in estimate(DENSE, reason="lengths vary").text(4)
 
 
 def specs(pp, m, costs):
@@ -168,17 +119,18 @@ FEW = [("200k words", 2, 5), ("mla and experts", 2, 5)]
 
 @pytest.mark.parametrize(("model", "pp", "m"), sampled(SHAPES, FEW))
 def test_the_order_is_never_slower_than_one_for_equal_costs(model, pp, m):
-    """Under the estimate, whatever the stages' costs; with the same peaks of memory at most."""
-    one = estimate(MODELS[model])
-    for spec in specs(pp, m, one.costs(2 * pp)):
+    """Under the FLOPs, whatever the stages' costs; with the same peaks of memory at most."""
+    one = job(MODELS[model])
+    for spec in specs(pp, m, flop_costs(one, split(one, 2 * pp))):
         stages = 2 * pp if spec.name == AUTO else spec.placement.num_stages
-        costs = one.costs(stages)
+        costs = flop_costs(one, split(one, stages))
         try:
             equal = select(replace(spec, costs=Costs())).schedule
         except ValueError:
             continue  # no schedule for these numbers, whatever the costs
         made = select(replace(spec, costs=costs)).schedule
-        real = one.costs(equal.placement.num_stages)
+        stages = equal.placement.num_stages
+        real = flop_costs(one, split(one, stages))
         after = time_taken(simulate(made), spec.objective)
         assert after <= time_taken(simulate(equal, real), spec.objective), spec
         if spec.cap is not None:
@@ -191,7 +143,8 @@ def test_the_order_is_never_slower_than_one_for_equal_costs(model, pp, m):
 
 def test_a_search_starts_from_the_order_for_equal_costs():
     """At costs that differ little that order is hard to beat."""
-    costs = estimate(MODELS["mla and experts"]).costs(16)
+    one = job(MODELS["mla and experts"])
+    costs = flop_costs(one, split(one, 16))
     searched = generate("v-cap", 8, 16, costs=costs, memory_cap=12, effort=0.01)
     equal = generate("v-cap", 8, 16, memory_cap=12)
     assert simulate(searched).makespan <= simulate(equal, costs).makespan
@@ -217,10 +170,3 @@ class TestFlagsOfPlan:
         (words,) = [words for words in found.flags() if "--pp-cost" in words]
         assert Costs.parse(words.split()[1]) == found.workload.by_name.costs
         assert found.as_named() >= found.makespan_us
-
-    def test_of_a_profile(self, tmp_path):
-        path = str(tmp_path / "a run.json")
-        Profile(1, (4,) * 8, (PassTimes(0.1, 0.12, 0.09),) * 8).save(path)
-        found = self.point(gpu_of("H100"), {(1, False): Profile.load(path)})
-        assert f"--pp-profile '{path}'" in found.flags()
-        assert not any("--pp-cost" in words for words in found.flags())

@@ -7,11 +7,6 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_ext.plan.budget import Budget
-from megatron_ext.plan.flags import job_of, read
-from megatron_ext.plan.layout import even_split
-from megatron_ext.plan.profile import Profile
-from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import (
     AUTO,
     NAMES,
@@ -88,24 +83,9 @@ def test_names_without_a_search_have_one_order() -> None:
         assert quick(name, 4, 9).ranks == generate(name, 4, 9, None, COSTS).ranks
 
 
-LINE = (
-    "--num-layers 16 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --vocab-size 1024 "
-    "--micro-batch-size 1 --global-batch-size 12 --pipeline-model-parallel-size 4 --bf16 "
-    "--untie-embeddings-and-output-weights --transformer-impl local"
-)
-
-
-def measured() -> TrainingOrder:
-    """As ``auto`` under a cap in bytes plans again for measured times and bytes."""
-    split = even_split(16, 8)
-    profile = Profile(1, (2,) * 8, tuple(PassTimes(3.0, 4.0, 2.0 + s % 2) for s in range(8)))
-    cap = Budget(job_of(read(LINE.split())[0]), 1 << 30, lambda stages: split, profile).at(8)
-    spec = ScheduleSpec("v-half", 4, 8, costs=COSTS, times=profile.costs(split))
-    names = ("v-min", "v-half")
-    again = ScheduleSpec(AUTO, 4, 8, 2, profile.costs(split), cap, names=names)
-    return TrainingOrder(spec, again=again, measured=cap)
-
-
 def test_an_order_for_measured_costs() -> None:
-    order = measured()
-    assert order.searched().note.startswith(("re-planned", "the order stays"))
+    costs = Costs.of(stages=[(3, 4, 2 + s % 2) for s in range(8)])
+    spec = ScheduleSpec("v-half", 4, 8, costs=COSTS, times=costs)
+    again = ScheduleSpec(AUTO, 4, 8, 2, costs, names=("v-min", "v-half"))
+    note = TrainingOrder(spec, again=again).searched().note
+    assert note.startswith(("re-planned", "the order stays"))

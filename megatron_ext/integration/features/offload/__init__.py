@@ -186,8 +186,6 @@ class Offload(Feature):
         self._sets.store.reset_peaks()
         step.mover = self
         step.notes["offload"] = lambda: self._summary(planned, rank)
-        step.notes["set_bytes"] = self._set_bytes
-        step.notes["host_rates"] = self._rates
 
     def end(self, step: Step) -> None:
         """Adapt the arena to what the step showed.
@@ -263,15 +261,6 @@ class Offload(Feature):
         with self._sets.saving(key):
             yield
         self._saved.add(key)
-
-    def _set_bytes(self) -> dict[int, int]:
-        """By model chunk, device bytes of a set from F to B if it is not offloaded."""
-        assert self._sets is not None
-        return self._sets.of_chunks(lambda footprint: footprint.device)
-
-    def _rates(self) -> tuple[float, float] | None:
-        """Bytes/s to the host and back; None if they were not measured."""
-        return None if self._setup is None else self._setup.bytes_per_second()
 
     def _of(self, plan: Schedule) -> Planned:
         if self._latest is None or self._latest.plan is not plan:

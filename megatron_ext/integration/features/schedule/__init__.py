@@ -53,7 +53,7 @@ _FLAGS = (
     Flag(
         "--pp-cost",
         "times of one microbatch on one rank, in any unit, that shape the order; 1,1,1 for equal "
-        "ones. Default: the planner's estimate of every stage on this device, logged",
+        "ones. Default: the model's FLOPs, until passes are measured",
         "F,B,W[,HOP]",
     ),
     Flag(

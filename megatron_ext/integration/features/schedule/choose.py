@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...._input import meant, parse_bytes
-from ....plan.budget import Budget, Splits, profiled, stages_of
-from ....plan.estimate import Estimate, paired, with_shard
-from ....plan.profile import Profile
+from ....plan.budget import Budget, Splits, stages_of
+from ....plan.estimate import flop_costs, paired, with_shard
+from ....plan.model import Job
 from ....schedule import (
     AUTO,
     GENERATORS,
@@ -47,13 +47,11 @@ class ScheduleRequest:
         cap_bytes: a cap in bytes; the model makes it a ``cap`` (``capped``).
         offload: what is offloaded, or None; a file that offloads has decided it.
         file: the loaded and checked schedule, if a file was given.
-        profile: a former run's measurements, to plan with from the first step on.
-        splits: layers of every stage, for a number of stages; beside ``profile``.
-        estimate: of the costs, where neither the user nor a profile has them.
+        job: the model, whose FLOPs are the costs where the user gives none; None: it is not known.
+        splits: its layers of every stage, for a number of stages.
         decided: what ``auto`` has chosen; ``name`` is that schedule's then.
         note: why.
         barriers: of a vocabulary that is sharded over all ranks; 0: it is not.
-        shard: estimates the times of its passes, where ``costs`` have none.
         overlap: passes run in pairs, as ``ScheduleSpec``.
         cut: of every microbatch's sequence into slices; None: it is not cut.
         cuts: to choose ``cut`` from; empty: it is given.
@@ -67,13 +65,11 @@ class ScheduleRequest:
     group_size: int | None = None
     offload: OffloadRequest | None = None
     file: Schedule | None = None
-    profile: Profile | None = None
+    job: Job | None = None
     splits: Splits | None = None
-    estimate: Estimate | None = None
     decided: ScheduleSpec | None = None
     note: str = ""
     barriers: int = 0
-    shard: Estimate | None = None
     overlap: bool = False
     cut: Cut | None = None
     cuts: tuple[Cut, ...] = ()
@@ -92,7 +88,7 @@ class ScheduleRequest:
 
         Args:
             text: a schedule's name, ``auto``, or the path of a schedule file.
-            cost: ``F,B,W[,HOP]`` to make the order for; None: a profile's, or an estimate's.
+            cost: ``F,B,W[,HOP]`` to make the order for; None: the model's FLOPs.
             memory_cap: fraction of 1F1B's peak, or bytes a rank, for ``auto`` and schedules at any
                 cap; with offload, for all.
             group_size: for schedules in groups.
@@ -161,16 +157,6 @@ class ScheduleRequest:
         """True if activation sets are offloaded."""
         return self.offload is not None or (self.file is not None and self.file.has_offload)
 
-    def estimated(self, estimate: Estimate) -> ScheduleRequest:
-        """The same with the order made for ``estimate``; what ``auto`` has chosen stays."""
-        decided = self.decided
-        if decided is not None:
-            decided = replace(decided, costs=estimate.costs(decided.placement.num_stages))
-            # Bytes depend on the order, too, and a cap is kept by the one that was chosen for it.
-            if isinstance(self.cap, Budget) and decided.offload is None:
-                decided = decided if self.cap.fits(select(decided).schedule) else self.decided
-        return replace(self, estimate=estimate, decided=decided)
-
     def decide(
         self, pp: int, microbatches: int, names: Sequence[str] = NAMES, chunks: int = 2
     ) -> ScheduleRequest:
@@ -208,11 +194,7 @@ class ScheduleRequest:
         offload = self.offload
         spec = self.decided or self.spec(pp, chunks, microbatches)
         if offload is not None:
-            placement = spec.placement
-            if self.profile is not None and self.splits is not None and offload.times is None:
-                split = self.splits(placement.num_stages)
-                offload = replace(offload, measured=self.profile.link(split, placement))
-            offload.check(placement)
+            offload.check(spec.placement)
         note = self.note
         if self.decided is None and self.file is None and offload is None:
             found = _select(spec, self.name)
@@ -220,9 +202,8 @@ class ScheduleRequest:
         elif self.decided is None and isinstance(self.cap, Budget):
             with schedule_errors(self.name):
                 note = self.cap.in_sets_text(spec.placement, spec.splits_backward)
-        request, spec = replace(self, offload=offload, note=note), replace(spec, offload=None)
-        stages, estimate = spec.placement.num_stages, self.estimate or self.shard
-        hidden = functools.partial(paired, estimate=estimate, stages=stages, pp=pp)
+        spec = replace(spec, offload=None)
+        hidden = functools.partial(paired, stages=spec.placement.num_stages, pp=pp)
         planner = Planner(
             spec,
             self.cap,
@@ -233,7 +214,7 @@ class ScheduleRequest:
             chosen=self.decided is not None,
             paired=hidden if spec.overlap else None,
         )
-        request = replace(request, planner=planner)
+        request = replace(self, note=note, planner=planner)
         request.first(microbatches)
         return request
 
@@ -280,18 +261,27 @@ class ScheduleRequest:
 
 
 def _with_costs(spec: ScheduleSpec, request: ScheduleRequest) -> ScheduleSpec:
-    """``spec`` for the times that are known where the user gives none."""
-    stages, estimate = stages_of(spec), request.estimate or request.shard
-    if request.profile is not None and request.splits is not None:
-        spec = profiled(spec, request.profile, request.splits)
-    elif request.estimate is not None:
-        spec = replace(spec, costs=request.estimate.costs(stages))
-    if request.barriers and request.file is None:
-        costs = with_shard(spec.costs, request.shard, spec.pp, stages)
+    """``spec`` for the model's FLOPs where the user gives no costs."""
+    flops, own = _flops(request, stages_of(spec)), request.file is None
+    if own and request.costs is None:
+        spec = replace(spec, costs=flops)
+    if own and request.barriers:
+        costs = with_shard(spec.costs, flops, spec.pp)
         spec = replace(spec, barriers=request.barriers, costs=costs)
-    if request.overlap and request.file is None:
-        spec = replace(spec, overlap=True, costs=paired(spec.costs, estimate, stages, spec.pp))
+    if own and request.overlap:
+        spec = replace(spec, overlap=True, costs=paired(spec.costs, stages_of(spec), spec.pp))
     return spec
+
+
+def _flops(request: ScheduleRequest, stages: int) -> Costs:
+    """Costs of the model's FLOPs; equal ones where its layers or stages are not known."""
+    if request.job is None or request.splits is None:
+        return Costs()
+    with suppress(ValueError):
+        split = request.splits(stages)
+        if sum(split.counts) == request.job.num_layers:
+            return flop_costs(request.job, split)
+    return Costs()
 
 
 def _select(spec: ScheduleSpec, name: str) -> Selected:

@@ -1,29 +1,19 @@
-"""The planner's view of a run: Megatron's parsed arguments as a job, layers of every stage."""
+"""The planner's view of a run: Megatron's arguments as a job, layers of every stage."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 from ...._conflict import argument, attribute
-from ....plan.budget import Budget
+from ....plan.budget import Splits
 from ....plan.flags import FLAGS, job_of, not_modelled
 from ....plan.layout import Split, read_layout
-from ....plan.memory import growth
 from ....plan.model import Job, PlanError
-from ....schedule import AUTO, Placement
-from ....schedule.memory_cap import ShareCap, number_text
 from ...arguments import MegatronArgs
-from ...errors import ConfigError
 from ...layout import layer_counts
-from .choose import ScheduleRequest
 
 logger = logging.getLogger(__name__)
-
-_SMALL = Fraction(21, 20)
 
 
 def job_of_args(args: MegatronArgs) -> Job:
@@ -38,6 +28,8 @@ def job_of_args(args: MegatronArgs) -> Job:
     why = not_modelled(lambda name: getattr(args, name, None))
     if why is not None:
         raise PlanError(why)
+    if getattr(args, "heterogeneous_block_specs", None):  # of a library's configuration
+        raise PlanError("layers of different sizes are not modelled")
     given: dict[str, Any] = {}
     for flag, kind in FLAGS.items():
         name = attribute(flag)
@@ -52,7 +44,7 @@ def job_of_args(args: MegatronArgs) -> Job:
     return job_of(given)
 
 
-def splits_of(args: MegatronArgs, *, loop: bool = False) -> Callable[[int], Split]:
+def splits_of(args: MegatronArgs, *, loop: bool = False) -> Splits:
     """How Megatron's flags divide the layers over a number of stages, in model order.
 
     Args:
@@ -70,32 +62,7 @@ def splits_of(args: MegatronArgs, *, loop: bool = False) -> Callable[[int], Spli
     return split
 
 
-def counted(args: MegatronArgs, request: ScheduleRequest) -> ScheduleRequest:
-    """``request`` with a fraction of 1F1B's peak as a fraction of its bytes.
-
-    As of its sets where they do not grow between B and W, and where the model is not modelled.
-    """
-    auto = request.name == AUTO
-    if request.cap_bytes is not None or not (auto or request.splits_backward):
-        return request
-    assert request.splits is not None
-    try:
-        budget = Budget(job_of_args(args), 0, request.splits, request.profile)
-        most = growth(budget.stages(Placement.loop(args.pipeline_model_parallel_size, 1)))
-    except (ConfigError, PlanError):
-        return request
-    if most <= _SMALL:
-        return request
+def log_equal(args: MegatronArgs, why: PlanError) -> None:
+    """Say that the model is not described, and why."""
     if args.rank == 0:
-        logger.info(
-            "--pp-schedule %s: an activation set takes up to %s times as many bytes "
-            "between B and W as before B (inputs and output gradients of linear layers); "
-            "a --pp-memory-cap counts them, the memory of a schedule's name does not",
-            request.name,
-            number_text(most),
-        )
-    if auto or request.cap is not None:
-        cap = request.cap or ShareCap(Fraction(1))
-        assert isinstance(cap, ShareCap)
-        request = replace(request, cap=replace(cap, growth=most))
-    return request
+        logger.info("the order is made for equal costs: %s", why)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch.distributed as dist
-
 from ....runtime.edges import DEFAULT, MessageOptions
 from ....runtime.wgrad import WeightGradStore
 from ...arguments import MegatronArgs
@@ -15,7 +11,7 @@ from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
 from ...plans import Plans
 from .choose import ScheduleRequest
-from .estimate import basis, estimate_model, settle
+from .model import describe_model
 
 
 def prepare(run: Run) -> None:
@@ -45,15 +41,9 @@ def _messages(args: MegatronArgs) -> MessageOptions:
 def pipeline_of(run: Run) -> None:
     """Make the forward-backward function of a validated run, or of a library's model."""
     if run.library:
-        estimate_model(run)
+        describe_model(run)
     args, request = run.args, run.request
     assert request is not None
-    if request.estimate is not None and not run.library:
-        run.settle = functools.partial(settle, run)
-        if not run.training and not dist.is_initialized():
-            # The process group is made by code that we do not know; plans are compared later.
-            run.notices.append(f"{basis(run)}")
-
     if run.store is None:
         run.store = WeightGradStore()
     placement = request.placement_on(args.pipeline_model_parallel_size, run.chunks)

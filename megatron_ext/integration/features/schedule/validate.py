@@ -18,7 +18,7 @@ from ...model_classes import (
 )
 from ...utils import full_batch, most_microbatches
 from .choose import ScheduleRequest
-from .estimate import described
+from .described import described
 from .rules import (
     ASKED,
     CHUNKS,
@@ -106,8 +106,7 @@ def check_facts(run: Run) -> None:
     """Checks of a run whose facts are known: Megatron's arguments, parsed and not yet validated, in
     which the virtual stages are set that the schedule needs; or a library's model.
 
-    Its request then has the profile, this job for a cap in bytes, and ``auto`` and the number of
-    slices decided.
+    Its request then has this job, and ``auto`` and the number of slices decided.
 
     Raises:
         ConfigError: a combination that cannot work.
@@ -124,7 +123,7 @@ def check_facts(run: Run) -> None:
     grouped = getattr(args, "microbatch_group_size_per_vp_stage", None)
     require(PIPELINE, **facts, grouped=grouped)
     if not run.library:
-        request = described(args, request, run.profile)
+        request = described(args, request)
     auto = request.name == AUTO
     _require_no_conflict(args, request, flag)
     if run.library:

@@ -108,11 +108,10 @@ def held(step: Step) -> list[Held]:
 def planned_bytes(run: Run, plan: Schedule) -> list[int] | None:
     """Of every rank at its peak; None for a model that the planner cannot describe."""
     request = run.request
-    if request is None or request.estimate is None or request.estimate.job is None:
+    if request is None or request.job is None or request.splits is None:
         return None
-    job, splits = request.estimate.job, request.estimate.splits
     try:
-        ranks = Budget(job, 0, splits, request.profile).ranks(plan)
+        ranks = Budget(request.job, 0, request.splits).ranks(plan)
     except (ValueError, LookupError):  # a line of the log is no reason to end training
         return None
     return [rank.total for rank in ranks]
