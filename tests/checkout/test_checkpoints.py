@@ -37,8 +37,8 @@ TOUR = (
 class Runs:
     """Training runs of one checkout, each in a folder of its own."""
 
-    def __init__(self, server: ScriptServer, folder: Path, script: str = "", *model: str) -> None:
-        self.server, self.folder, self.script, self.model = server, folder, script, model
+    def __init__(self, server: ScriptServer, folder: Path, *model: str) -> None:
+        self.server, self.folder, self.model = server, folder, model
 
     def train(self, name: str, pp: int, *flags: str, world: int | None = None) -> Outcome:
         """Train ``name`` (its checkpoints go to ``NAME/checkpoints``) and return how it ended."""
@@ -50,7 +50,7 @@ class Runs:
         untied = [] if "--tied" in argv else ["--untie-embeddings-and-output-weights"]
         argv = [word for word in argv if word not in ("--nosave", "--tied")] + untied
         log = self.folder / f"{name}-log"
-        return self.server.run(argv, world or pp, log, script=self.script)
+        return self.server.run(argv, world or pp, log)
 
     def checkpoints(self, name: str) -> Path:
         """Where ``name`` saves."""
@@ -76,14 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
 def few_layers(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
     """One a stage of a V, two microbatches a rank of it."""
     words = "--num-layers", "4", "--global-batch-size", "4"
-    return Runs(serve(MAIN_TAG), tmp_path_factory.mktemp("few"), "", *words)
-
-
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
-    model = ["--hybrid-layer-pattern", "M*-MM*-M", "--spec", "tests.support.hybrid_spec", "SPEC"]
-    folder = tmp_path_factory.mktemp("hybrid")
-    return Runs(serve(MAIN_TAG), folder, "pretrain_hybrid.py", *model)
+    return Runs(serve(MAIN_TAG), tmp_path_factory.mktemp("few"), *words)
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +165,6 @@ def test_whole_tour(tmp_path: Path, serve: Serve) -> None:
 @pytest.mark.version(OLDEST_TAG)
 def test_tour_on_the_oldest_version(oldest: Runs) -> None:
     tour(oldest, (([], 2), TOUR[1], (["--pp-schedule", "interleaved", *TWO_CHUNKS], 2), TOUR[4]))
-
-
-@pytest.mark.matrix
-def test_tour_of_a_hybrid_model(hybrid: Runs) -> None:
-    """The layers of a pattern, on whichever rank and chunk its stages lie."""
-    listed = ["--hybrid-layer-pattern", "M*|-|MM*|-M"]
-    vee, looped = ["--pp-schedule", "v-half", *listed], ["--pp-schedule", "interleaved", *listed]
-    tour(hybrid, (([], 2), (vee, 2), (looped, 2), (["--pp-schedule", "v-zb"], 4), (RESHARDABLE, 1)))
 
 
 def test_optimizer_in_shards(few_layers: Runs) -> None:

@@ -34,7 +34,6 @@ def merged(ranks: Sequence[dict[str, Any]], what: str) -> dict[str, bytes]:
         pytest.param("v-half-4", "stock-4", marks=pytest.mark.matrix),
         pytest.param("v-zb-4-offloaded", "stock-4", marks=pytest.mark.matrix),
         pytest.param("v-half-4-groups", "stock-4", marks=pytest.mark.matrix),
-        ("v-half-hybrid", "stock-hybrid"),
         pytest.param("zb-h1-wide", "stock-wide", marks=pytest.mark.matrix),
         pytest.param("zb-h1-wide", "stock-2", marks=pytest.mark.matrix),
         pytest.param("zb-h1-experts", "stock-experts", marks=pytest.mark.matrix),

@@ -97,10 +97,10 @@ def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
 
 
 def _pattern(name: str, text: str) -> str:
-    """A hybrid model's eight layers on two ranks; some schedules get them without stages."""
-    if name in ("v-zb", "auto", "1f1b"):
+    """A hybrid model's eight layers on two ranks; 1F1B gets them without stages."""
+    if name == "1f1b":
         return text
-    ends = (2, 3, 6) if name in _LOOPED or name.startswith("v-") else (5,)
+    ends = (2, 3, 6) if name in _LOOPED else (5,)
     for end in reversed(ends):
         text = f"{text[:end]}|{text[end:]}"
     return text

@@ -84,8 +84,6 @@ CASES: dict[str, dict[str, Any]] = {
         "schedule": None,
         "options": {"moe_pipeline_chunks": 1, "moe_memory_reuse": "s4"},
     },
-    "stock-hybrid": {"pp": 2, "world": 2, "pattern": "M*-M|M*-M"},
-    "v-half-hybrid": _VEE | {"pattern": "M*|-M|M*|-M"},
     "stock-wide": {"pp": 2, "world": 2, "wide": True},
     "zb-h1-wide": {"pp": 2, "world": 2, "schedule": "zb-h1", "wide": True},
     "one-process-slices": {"pp": 1, "world": 1, "config": EXPERTS, "alone": 3},
@@ -114,14 +112,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 def case_of(case: dict[str, Any], hidden: int) -> dict[str, Any]:
     """A model of ``gpt_cases``."""
-    pattern = case.get("pattern")
     return {
         "pp": case["pp"],
         "chunks": case.get("chunks", 1),
         "lengths": True,
         "hidden": hidden,
-        "config": {**case.get("config", {}), **({"is_hybrid_model": True} if pattern else {})},
-        "pattern": pattern,
+        "config": case.get("config", {}),
     }
 
 

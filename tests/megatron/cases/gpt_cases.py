@@ -203,25 +203,15 @@ def _mtp_spec(config: TransformerConfig, spec: Any, chunk: int) -> Any:
     return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=chunk)
 
 
-def _hybrid(pattern: str) -> tuple[Any, dict[str, Any]]:
-    """A hybrid model's class, and what it is built from."""
-    from megatron_ext.integration.targets import HYBRID_MODEL
-    from tests.support.hybrid_spec import SPEC
-
-    return HYBRID_MODEL.found, {"hybrid_stack_spec": SPEC, "hybrid_layer_pattern": pattern}
-
-
 def bare_chunks(case: dict[str, Any], config: TransformerConfig) -> list[GPTModel]:
     """This rank's chunks, with weights that depend on their names only."""
     rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), case.get("chunks", 1)
     bare, spec = [], get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     for chunk in range(chunks):
-        kind, layers = GPTModel, {"transformer_layer_spec": spec}
+        layers = {"transformer_layer_spec": spec}
         if config.mtp_num_layers:
             layers["mtp_block_spec"] = _mtp_spec(config, spec, chunk)
-        if case.get("pattern"):
-            kind, layers = _hybrid(case["pattern"])
-        model = kind(
+        model = GPTModel(
             config=config,
             **layers,
             vocab_size=VOCAB,
