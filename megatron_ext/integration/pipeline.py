@@ -121,7 +121,7 @@ class ScheduledPipeline:
             barrier = iteration.config.barrier_with_L1_time
             timers("forward-backward", log_level=1).start(barrier=barrier)
         call = Call(iteration, group, shape, (length, micro_batch_size), groups)
-        with self.watchdog(group.rank()).armed("for other ranks to begin", quiet=(ConfigError,)):
+        with self.watchdog(group.rank()).armed("for other ranks to begin"):
             step = self._run(call, pg_collection, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
@@ -149,7 +149,7 @@ class ScheduledPipeline:
 
         rank = parallel_state.get_pipeline_model_parallel_rank()
         detail = "for other ranks before or behind its passes (optimizer, checks of all ranks)"
-        with self.watchdog(rank).armed(detail, quiet=(ConfigError,)):
+        with self.watchdog(rank).armed(detail):
             return original(*args, **kwargs)
 
     def watchdog(self, rank: int) -> Watchdog:

@@ -81,7 +81,7 @@ class Plans:
             plan = self._kept[key] = self._kept.pop(key)
             return plan
         plan = self._ready(self._new(units, training), training)
-        with armed("for ranks of its pipeline, to compare plans", quiet=(ConfigError,)):
+        with armed("for ranks of its pipeline, to compare plans"):
             _require_equal(plan, groups or (group,))
         self._kept[key] = plan
         while len(self._kept) > MOST_PLANS:

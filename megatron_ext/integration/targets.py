@@ -230,7 +230,6 @@ BUILDERS = Target.at(
     f"{_TRAINING}.models.dist_utils:unimodal_build_distributed_models",
     *("build_model_func", "pre_wrap_hook"),
 )
-TRAIN = Target.at(f"{_TRAINING}.training:train", "forward_step_func")
 TRAIN_STEP = Target.at(f"{_TRAINING}.training:train_step", "forward_step_func", "optimizer")
 SKIPPED_STEP = Target.at(f"{_TRAINING}.training:dummy_train_step", "data_iterator")
 TRAINING_LOG = Target.at(f"{_TRAINING}.training:training_log", "iteration", "is_first_iteration")

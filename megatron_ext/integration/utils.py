@@ -119,7 +119,7 @@ def watched(detail: str) -> AbstractContextManager[None]:
     Args:
         detail: what is waited for, for the report.
     """
-    return process_watchdog().armed(detail, quiet=(ConfigError,))
+    return process_watchdog().armed(detail)
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:

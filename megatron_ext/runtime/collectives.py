@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .communicators import PerGroup, counted, end
+from .communicators import PerGroup, end
 from .edges import DEFAULT, MessageOptions, communicator
 from .threads import Worker
 
@@ -34,12 +34,11 @@ class Collectives:
     ) -> None:
         self.size, self.rank = group.size(), group.rank()
         self._runs: _Stream | _Thread = _Stream() if device.type == "cuda" else _Thread()
-        with counted(device):
-            self._backend = communicator(
-                group, range(self.size), f"megatron_ext/collectives/{options}", device, options
-            )
-            # NCCL connects all ranks at their first collective.
-            self._backend.allreduce([torch.zeros(1, device=device)]).wait()
+        self._backend = communicator(
+            group, range(self.size), f"megatron_ext/collectives/{options}", device, options
+        )
+        # NCCL connects all ranks at their first collective.
+        self._backend.allreduce([torch.zeros(1, device=device)]).wait()
 
     def start(self, name: Hashable, chain: Chain, held: Iterable[torch.Tensor] = ()) -> None:
         """Start a chain behind those that were started before.

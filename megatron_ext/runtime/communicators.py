@@ -8,14 +8,11 @@ the interpreter is being taken down.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
 
@@ -58,25 +55,6 @@ class PerGroup(Generic[T]):
     def values(self) -> list[dict[Hashable, T]]:
         """What every group has."""
         return list(self._kept.values())
-
-
-_taken: Counter[torch.device] = Counter()
-
-
-@contextlib.contextmanager
-def counted(device: torch.device) -> Iterator[None]:
-    """Communicators are made inside: what they take of a GPU's memory is added to ``taken``."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.mem_get_info(device)[0]
-    yield
-    _taken[device] += max(0, before - torch.cuda.mem_get_info(device)[0])
-
-
-def taken(device: torch.device) -> int:
-    """Bytes of a GPU's memory that our communicators took as they were made, closed ones too."""
-    return _taken[device]
 
 
 # How often communicators of a group have been closed: new ones must not meet at the old keys.

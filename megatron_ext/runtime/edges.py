@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .communicators import PerGroup, counted, end, store_of, timeout_of
+from .communicators import PerGroup, end, store_of, timeout_of
 
 Edge = tuple[int, int]  # source and target, ranks of the pipeline
 
@@ -140,12 +140,11 @@ class Edges:
             shapes: messages will be preceded by their shapes (see ``Channel``).
         """
         edges = set(edges)
-        with counted(self._device):
-            for edge in _in_rounds(edges - self._data.keys()):
-                if self.rank in edge:
-                    self._data[edge] = self._line(edge, "data")
-                    if self.options.own:
-                        self._warm_up(edge)
+        for edge in _in_rounds(edges - self._data.keys()):
+            if self.rank in edge:
+                self._data[edge] = self._line(edge, "data")
+                if self.options.own:
+                    self._warm_up(edge)
         if shapes:
             for edge in _in_rounds(edges - self._shapes.keys()):
                 if self.rank in edge:

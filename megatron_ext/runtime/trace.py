@@ -2,8 +2,7 @@
 
 Every rank times from a zero of its own. ``Recorder.zero_unix_us`` says where that zero lies on the
 machine's wall clock, so ``zero_unix_us + start_us`` puts the ranks of one node on one clock. Ranks
-of different nodes are off by what their clocks differ, of which ``seconds_ahead`` is taken off:
-what is left is often a millisecond under NTP, as much as a pass takes.
+of different nodes are off by what their clocks differ.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ class Recorder:
     Attributes:
         peak_sets: most activation sets held at once since ``reset``; slices count as their shares.
         machine: what the passes run on, for people.
-        seconds_ahead: how much the machine's wall clock is ahead of the one that counts.
     """
-
-    seconds_ahead = 0.0
 
     def __init__(self, timed: bool, device: torch.device) -> None:
         self._timed = timed
@@ -111,19 +107,19 @@ class Recorder:
         spans = tuple(self._spans) if self._cuda else ()
         return next((action for action, _, end in spans if not end.query()), None)
 
-    def extent(self) -> tuple[float, float, float]:
-        """(seconds of compute, first start, last end), the latter on the wall clock, in seconds
-        since 1970; waits for the device once. Zeros if nothing ran."""
-        zero, events = self.zero_unix_us, self.events()
-        if zero is None or not events:
-            return 0.0, 0.0, 0.0
+    def extent(self) -> tuple[float, float]:
+        """(seconds of compute, seconds from the first start to the last end); waits for the device
+        once. Zeros if nothing ran."""
+        events = self.events()
+        if not events:
+            return 0.0, 0.0
         busy = sum(event["end_us"] - event["start_us"] for event in events)
-        ends = min(e["start_us"] for e in events), max(e["end_us"] for e in events)
-        return busy / 1e6, (zero + ends[0]) / 1e6, (zero + ends[1]) / 1e6
+        whole = max(e["end_us"] for e in events) - min(e["start_us"] for e in events)
+        return busy / 1e6, whole / 1e6
 
     @property
     def zero_unix_us(self) -> float | None:
-        """Wall clock (microseconds since 1970), less ``seconds_ahead``, at the zero of ``events``;
+        """Wall clock (microseconds since 1970) at the zero of ``events``;
         None if not timed.
 
         On CUDA that is the moment the device reached ``reset``, and asking waits for the device.
@@ -131,12 +127,12 @@ class Recorder:
         if not self._timed:
             return None
         if not self._cuda:
-            return round((self._zero_unix - self.seconds_ahead) * 1e6, 1)
+            return round(self._zero_unix * 1e6, 1)
         # Events carry no wall clock: stamp a new one when it has happened, and go back from there.
         moment = self._now()
         moment.synchronize()
         since_zero_ms: float = self._zero.elapsed_time(moment)
-        now = time.time() - self.seconds_ahead
+        now = time.time()
         return round(now * 1e6 - since_zero_ms * 1e3, 1)
 
     @property

@@ -174,7 +174,6 @@ def _raise() -> None:
 PROCESS_ACCIDENTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": _raise,
     "exit": lambda: sys.exit(3),
     "hang": lambda: time.sleep(3600),

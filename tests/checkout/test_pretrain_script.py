@@ -221,8 +221,8 @@ def test_the_log_line(profiled: tuple[Outcome, Path]) -> None:
 
 
 def test_the_log_says_what_is_gained(profiled: tuple[Outcome, Path]) -> None:
-    """A few lines at the start, on rank 0 alone: the plan beside 1F1B, hooks only on demand; at the
-    end what was measured. No line of Megatron's is ours to cause."""
+    """A few lines at the start, on rank 0 alone: the plan beside 1F1B, hooks only on demand. No
+    line of Megatron's is ours to cause."""
     outcome, _ = profiled
     ours = [x for x in outcome.log(0).splitlines() if x.startswith("[megatron_ext]")]
     start = list(itertools.takewhile(lambda x: "measured" not in x, ours))
@@ -233,7 +233,6 @@ def test_the_log_says_what_is_gained(profiled: tuple[Outcome, Path]) -> None:
     assert re.search(
         r"% \(1F1B \d+\.\d %\), peak activations 4 microbatches a rank \(1F1B 4\)", plan
     )
-    assert re.search(r"measured bubble \S+ % \(plan \S+ %\), peak activations 4 micro", ours[-1])
     for rank in (1, 2, 3):
         assert "[megatron_ext]" not in outcome.log(rank)
     assert "CPU RNG state" not in outcome.log(0)

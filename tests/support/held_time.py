@@ -34,8 +34,6 @@ class HeldTime:
     def install(self) -> None:
         """Give it to the watchdogs of this process."""
         watchdog.time = self  # type: ignore[assignment]
-        # The report must come out, and half the writers may wait for a core.
-        watchdog.LAST_WORDS_SECONDS = 60.0
 
     def monotonic(self) -> float:
         """As ``time.monotonic``."""

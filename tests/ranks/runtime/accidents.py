@@ -86,31 +86,6 @@ def _replace_stderr(_: HeldTime) -> None:
     time.sleep(3600)
 
 
-def _replace_handler(clock: HeldTime) -> None:
-    def in_good_order(number: int, frame: object) -> None:
-        say("handler of the training script")
-
-    signal.signal(signal.SIGTERM, in_good_order)
-    os.kill(os.getpid(), signal.SIGTERM)
-    clock.wait_for_looks(3)  # Whatever the watchdog makes of it, it has made by then.
-    raise SystemExit(0)
-
-
-def _fork_and_terminate(clock: HeldTime) -> None:
-    """As data loaders do with their workers."""
-    (started, start), (ended, end) = os.pipe(), os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.close(end)
-        os.write(start, b"x")
-        os.read(ended, 1)  # Until this rank is gone.
-        os._exit(1)
-    os.read(started, 1)
-    os.kill(pid, signal.SIGTERM)
-    say(f"child ended with {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}")
-    clock.wait_for_looks(3)
-
-
 # In each the clock of the rank's watchdog.
 ACCIDENTS: dict[str, Callable[[HeldTime], Any]] = {
     "raise": _raise,
@@ -120,6 +95,4 @@ ACCIDENTS: dict[str, Callable[[HeldTime], Any]] = {
     "slow pass": _take_long,
     "late": _come_late,
     "broken stderr": _replace_stderr,
-    "own handler": _replace_handler,
-    "child": _fork_and_terminate,
 }

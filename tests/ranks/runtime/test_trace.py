@@ -99,7 +99,7 @@ def test_what_tracing_costs_is_bounded():
     assert due[50:] == list(range(100, 1001, 50))
 
 
-def test_extent_is_on_the_wall_clock():
+def test_extent():
     """Compute apart from the time around it; nothing ran, nothing to say."""
     import time
 
@@ -108,15 +108,13 @@ def test_extent_is_on_the_wall_clock():
     from megatron_ext.runtime.trace import Recorder
 
     recorder = Recorder(True, torch.device("cpu"))
-    assert recorder.extent() == (0.0, 0.0, 0.0)
-    before = time.time()
+    assert recorder.extent() == (0.0, 0.0)
     for stage in (0, 1):
         with recorder.measure(Action(Op.F, stage, 0)):
             time.sleep(0.01)
         time.sleep(0.005)
-    busy, start, end = recorder.extent()
-    assert busy >= 0.02 and end - start >= busy + 0.005
-    assert before - SLACK_US / 1e6 <= start < end <= time.time() + SLACK_US / 1e6
+    busy, whole = recorder.extent()
+    assert busy >= 0.02 and whole >= busy + 0.005
 
 
 def test_the_zero_is_one_moment_on_both_clocks(monkeypatch):

@@ -1,10 +1,9 @@
-"""``--pp-trace``, and bubble and peak in the log: planned, in Megatron's line, and in the end."""
+"""``--pp-trace``, and bubble and peak in the log: planned, and in Megatron's line."""
 
 from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from ...callbacks import Callback, Loads, Step
 from ...feature import Feature, Flag, Run
 from ...hooks import bound, hooked
 from ...rules import Rule
-from ...targets import PRINT_LAST, TRAIN, TRAINING_LOG
+from ...targets import PRINT_LAST, TRAINING_LOG
 from . import measured, text
 from .traces import Traces
 
@@ -34,8 +33,8 @@ WRITABLE = Rule(
 
 
 class Telemetry(Feature):
-    """On for every schedule: lines of rank 0's log when a plan is known and after the second step
-    on GPUs; inside Megatron's training loop also in its line and in the end."""
+    """On for every schedule: a line of rank 0's log when a plan is known, and inside Megatron's
+    training loop bubble and peak in its line."""
 
     rules = (WRITABLE,)
     flags = (
@@ -64,14 +63,11 @@ class Telemetry(Feature):
         self._run = run
         self._traces = None if run.args.pp_trace is None else Traces(run.args.pp_trace)
         self._meter = measured.Meter()
-        # Of training, by pipeline: another model's may have other ranks.
-        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._said = ""
         self._plan: Schedule | None = None  # the last one that was made
         self._ran: Schedule | None = None  # in the last step
         self._promise: tuple[Schedule, Promise] | None = None
-        self._measured: list[tuple[float, float]] = []
-        self._made = self._planned = 0  # plans for the lengths of steps, and those steps
+        self._by_lengths = False  # a plan for the lengths of a step was made
         self._in_line = ""
         return (self,)
 
@@ -93,8 +89,8 @@ class Telemetry(Feature):
 
     def planned_for(self, plan: Schedule, loads: Loads) -> None:
         self._plan = plan
-        self._made += 1
-        if dist.get_rank() == 0 and self._made == 1:
+        first, self._by_lengths = not self._by_lengths, True
+        if dist.get_rank() == 0 and first:
             line = text.of_plan(plan, self.promise(plan), loads)
             logger.info("%s; planned for its lengths, as every step is", line)
 
@@ -106,26 +102,12 @@ class Telemetry(Feature):
 
     # --- an iteration ---
 
-    def begin(self, step: Step) -> None:
-        self._planned += step.loads is not None and bool(step.loads.units)
-        if self.times(step.training):
-            self._meter.compare_clocks(step.call.group)
-
     def end(self, step: Step) -> None:
-        group = step.call.group
-        self._meter.correct(step.recorder, group)
         if step.training and self._run.training:
-            self._meter.add(step.recorder, group)
+            self._meter.add(step.recorder, step.call.group)
             self._ran = step.plan
         if self._traces is not None:
             self._traces.take(step)
-        steps = self._steps[group] = self._steps.get(group, 0) + step.training
-        second = step.training and steps == measured.STEP
-        if second and step.call.device.type == "cuda":
-            every = measured.held(step)
-            if dist.get_rank() == 0:
-                planned = measured.planned_bytes(self._run, step.plan)
-                logger.info("%s", measured.memory_text(every, step.plan, planned))
 
     def returning(self, step: Step) -> None:
         if self._traces is not None:
@@ -140,19 +122,14 @@ class Telemetry(Feature):
         given = bound(original, *args, **kwargs).arguments
         due = given["iteration"] % get_args().log_interval == 0
         found = self._meter.read() if due or given.get("is_first_iteration") else None
-        numbers = 0.0, 0.0
         if found is not None:
             assert self._ran is not None
             bubble, peak = found[0], found[1] / self._ran.chunks
-            self._measured.append((bubble, peak))
-            numbers = 100 * bubble, peak
-            self._in_line = text.in_line(*numbers, self.promise(self._ran))
+            self._in_line = text.in_line(100 * bubble, peak, self.promise(self._ran))
         try:
             return original(*args, **kwargs)
         finally:
             self._in_line = ""
-            if due and found is not None:
-                text.write(numbers, given["iteration"])
 
     @hooked(PRINT_LAST, _IN_LINE, when=lambda self: self._run.training)
     def _with_text(
@@ -161,26 +138,3 @@ class Telemetry(Feature):
         if self._in_line and " iteration " in str(message) and str(message).endswith("|"):
             message, self._in_line = f"{message}{self._in_line}", ""
         return original(message, *args, **kwargs)
-
-    @hooked(
-        TRAIN, "the log would not compare measured and planned", lambda self: self._run.training
-    )
-    def _with_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            result = original(*args, **kwargs)
-        except SystemExit:  # how Megatron ends at --exit-interval and on a signal
-            self._end()
-            raise
-        self._end()
-        return result
-
-    def _end(self) -> None:
-        if self._plan is None or not self._measured or dist.get_rank() != 0:
-            return
-        if self._planned:
-            logger.info(
-                "steps whose microbatches differ in length: %d; plans made for them: %d",
-                self._planned,
-                self._made,
-            )
-        logger.info("%s", text.at_end(self._measured, self.promise(self._plan)))

@@ -1,9 +1,7 @@
-"""What the log and TensorBoard say of bubble and peak."""
+"""What the log says of bubble and peak."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -11,8 +9,6 @@ from ....schedule.baseline import Promise, promise, stock
 from ....schedule.generators import generate
 from ....schedule.schedule import Schedule
 from ...callbacks import Loads
-
-_NAMES = ("pipeline bubble (%)", "peak activations (microbatches)")
 
 
 def of_plan(plan: Schedule, own: Promise, loads: Loads | None = None) -> str:
@@ -50,30 +46,3 @@ def in_line(percent: float, peak: float, promised: Promise) -> str:
         f" pipeline bubble: {percent:.1f} % (plan {promised.bubble_text}) | peak "
         f"activations: {peak:.4g} microbatches (plan {promised.peak_text}) |"
     )
-
-
-def at_end(measured: Sequence[tuple[float, float]], promised: Promise) -> str:
-    """Of the lines of a run: each a bubble, as a share, and a peak in microbatches."""
-    # The first iterations warm up.
-    bubbles, peaks = zip(*(measured[1:] or measured))
-    return (
-        f"measured bubble {100 * statistics.fmean(bubbles):.1f} % (plan {promised.bubble_text}), "
-        f"peak activations {max(peaks):.4g} microbatches a rank (plan {promised.peak_text}), mean "
-        f"of {len(bubbles)} lines of the log"
-    )
-
-
-def write(numbers: Sequence[float], iteration: int) -> None:
-    """To TensorBoard and Weights & Biases, on the rank where Megatron has them.
-
-    Args:
-        numbers: percent of bubble, and peak in microbatches.
-    """
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for name, value in zip(_NAMES, numbers):
-        if writer:
-            writer.add_scalar(name, value, iteration)
-        if wandb:
-            wandb.log({name: value}, iteration)
