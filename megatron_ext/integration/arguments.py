@@ -63,40 +63,24 @@ class MegatronArgs(Protocol):
     micro_batch_size: int
     global_batch_size: int | None
     step_batch_size_schedule: str | None
-    train_iters: int
-    curr_iteration: int  # set by Megatron's training loop
     log_interval: int
-    eval_interval: int | None
-    exit_interval: int | None
     iterations_to_skip: list[int]
-    phase_transition_iterations: list[int] | None
-    check_weight_hash_across_dp_replicas_interval: int | None
-    adlr_autoresume: bool
-    adlr_autoresume_interval: int
 
     # Recomputation.
     recompute_activations: bool  # deleted by validate_args
     recompute_granularity: str | None
     recompute_method: str | None
     recompute_modules: list[str] | None
-    recompute_num_layers: int | None
-    distribute_saved_activations: bool
 
     # Checkpoints.
     save: str | None
-    save_interval: int | None
-    non_persistent_save_interval: int | None
     load: str | None
     ckpt_format: str
     ckpt_convert_format: str | None
-    ckpt_step: int | None
     auto_detect_ckpt_format: bool
     dist_ckpt_optim_fully_reshardable: bool
-    dist_ckpt_strictness: str
     non_persistent_ckpt_type: str | None
     use_distributed_optimizer: bool
-    finetune: bool
-    no_load_optim: bool | None
     no_save_optim: bool | None
 
     # Our flags; see the features.

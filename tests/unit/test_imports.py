@@ -17,7 +17,7 @@ PACKAGE = ROOT / "megatron_ext"
 _TOOLS = {"_input", "_conflict", "_megatron_flags", "schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
 _ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching"}
-_ALL |= {"_log", "_terminal", "checkpoints", "prove", "releases"}
+_ALL |= {"_log", "_terminal", "prove", "releases"}
 
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
@@ -38,12 +38,11 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
     "moe": (_TOOLS | _ENGINE, {"torch"}),
     "integration": (
-        _TOOLS | _ENGINE | {"_log", "integration", "checkpoints", "patching", "releases"},
+        _TOOLS | _ENGINE | {"_log", "integration", "patching", "releases"},
         # Apex' kernel, which Megatron's own linear layers use where it is installed.
         {"torch", "megatron", "fused_weight_gradient_mlp_cuda"},
     ),
     "cpu": ({"cpu", "runtime"}, {"torch", "megatron", "numpy"}),
-    "checkpoints": ({"_input", "schedule", "checkpoints"}, set()),
     "prove": (
         {"_input", "_megatron_flags", "cpu", "integration", "launch", "offload", "plan", "prove"},
         {"torch", "megatron", "numpy"},  # numpy's random state
@@ -60,7 +59,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 # Rooms whose modules load neither torch nor numpy nor megatron, not even indirectly.
-BARE = ["schedule", "view", "plan", "checkpoints", "commands"]
+BARE = ["schedule", "view", "plan", "commands"]
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

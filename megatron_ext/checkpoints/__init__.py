@@ -1,1 +1,0 @@
-"""Checkpoint folders, read without torch and without running anything of their pickles."""
