@@ -3,11 +3,11 @@
     python -m benchmarks.gpu.run --parts moe
     torchrun --nproc-per-node 8 -m benchmarks.gpu.moe [--tiny] [--shapes 0,1]
 
-Layers of models that people train (``benchmarks/moe_shapes.py``), with grouped products and fused
+Layers of models that people train (``SHAPES``), with grouped products and fused
 permutation where Transformer Engine is installed, top 8, balanced routing, real messages by NCCL
 where there is more than one process. One process stands for all ranks of its expert-parallel group:
 the others are its mirror images, which send it what it sends itself; an all-to-all is a copy on a
-stream of its own and a wait there, as long as the rates of ``moe_shapes`` make it, one after the
+stream of its own and a wait there, as long as the rates below make it, one after the
 other. The wait takes one multiprocessor where NCCL takes 16 and more, so what messages take from
 computation is seen with several processes only. ``auto`` is timed in training, not here.
 """
@@ -23,25 +23,59 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import package_info
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmarks.gpu import model
 from benchmarks.gpu.model import CUDA, release, start, synchronize
-from benchmarks.moe_layers import Bench, build
-from benchmarks.moe_shapes import SHAPES, TOKENS, Shape
-from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
+from megatron_ext.integration.features.moe.layer import PipelinedMoE
+from megatron_ext.integration.hooks import Hooks
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 
 TE = CUDA and importlib.util.find_spec("transformer_engine") is not None
 ROUNDS, IN_FLIGHT = 5, 2
-STOCK_WAYS = ("stock", "recompute")
+RECOMPUTE = "recompute"  # --recompute-modules moe
+TOKENS = 4096  # of a rank in a call
+NETWORK, PEER, NODE = 42e9, 330e9, 8  # bytes/s of a device between nodes, in one; its devices
 OURS = [LayerPlan(2), LayerPlan(4)]
 OURS += [LayerPlan(4, one) for one in Strategy if one is not Strategy.NONE]
 OURS += [LayerPlan(2, Strategy.S4), LayerPlan(8, Strategy.S4)]
+
+
+class Shape(NamedTuple):
+    """One layer on one rank, bf16, SwiGLU, tokens spread evenly over experts.
+
+    Attributes:
+        hidden, ffn, experts, top_k: of the model. ranks: that its experts are spread over.
+    """
+
+    name: str
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    ranks: int
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of an all-to-all: to other nodes and in the node at once."""
+        near = min(self.ranks, NODE)
+        return max((self.ranks - near) / NETWORK, (near - 1) / PEER) / self.ranks
+
+
+SHAPES = (
+    Shape("DeepSeek-V3, EP 64", 7168, 2048, 256, 8, 64),
+    Shape("Qwen3-235B, EP 32", 4096, 1536, 128, 8, 32),
+    Shape("Qwen3-30B, EP 16", 2048, 768, 128, 8, 16),
+    Shape("Mixtral 8x7B, EP 8", 4096, 14336, 8, 2, 8),
+    Shape("DeepSeek-V3, EP 8", 7168, 2048, 256, 8, 8),
+)
 
 
 class MirrorGroup:
@@ -179,15 +213,39 @@ def _cycles() -> float:
     return 200_000_000 / (time.perf_counter() - started)
 
 
-class DeviceBench(Bench):
-    """On the device, copies by its own link."""
+class Bench:
+    """One layer under one plan after the other."""
 
-    def memory(self) -> None:
-        """The device's own, when a layer is called."""
+    def __init__(self, layer: Any, x: torch.Tensor) -> None:
+        self.layer, self.x = layer, x
+        self._ours: dict[str, PipelinedMoE] = {}
 
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
+    def add(self, name: str, plan: LayerPlan) -> None:
+        """Later, ``run(name)``."""
+        self._ours[name] = PipelinedMoE([plan])
+
+    def run(self, name: str, in_flight: int = 1) -> float:
+        """Milliseconds of forward and backward, on the slowest rank.
+
+        Args:
+            in_flight: calls, all forward passes before the first backward pass.
+        """
+        hooks = Hooks(package_info.__version__)
+        hooks.apply(self._ours[name].hooks())
+        self.layer.moe_layer_recompute = name == RECOMPUTE
+        given = [self.x.clone().requires_grad_() for _ in range(in_flight)]
+        dist.barrier()
         synchronize()
+        started = time.perf_counter()
+        found = [self.layer(x)[0] for x in given]
+        while found:
+            y = found.pop()
+            y.backward(torch.ones_like(y))
+        synchronize()
+        slowest = torch.tensor([time.perf_counter() - started], device=self.x.device)
+        hooks.revert()
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest) * 1e3
 
     def peak_bytes(self, name: str) -> int | None:
         """Most bytes at once beside parameters, gradients and input; None without a GPU."""
@@ -195,22 +253,38 @@ class DeviceBench(Bench):
         self.run(name, IN_FLIGHT)
         if not CUDA:
             return None
-        ours: PipelinedMoE = self.ours[name]
-        ring = 0 if ours.memory is None else ours.memory.ring.nbytes
+        memory = self._ours[name].memory
+        ring = 0 if memory is None else memory.ring.nbytes
         resting = torch.cuda.memory_allocated() - ring
         torch.cuda.reset_peak_memory_stats()
         self.run(name, IN_FLIGHT)
         return torch.cuda.max_memory_allocated() - resting
 
+    def close(self) -> None:
+        """Release all buffers."""
+        for ours in self._ours.values():
+            ours.close()
+
 
 def layer_of(shape: Shape, groups: Any) -> Any:
     """Megatron's layer with this rank's experts, in bf16."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
     dtype = torch.bfloat16
-    layer = build(
-        groups.ep.size(), TE, groups, hidden_size=shape.hidden, moe_ffn_hidden_size=shape.ffn,
-        num_moe_experts=shape.experts, moe_router_topk=shape.top_k, moe_grouped_gemm=TE,
-        moe_permute_fusion=TE, use_cpu_initialization=not CUDA, params_dtype=dtype, bf16=True,
+    config = TransformerConfig(
+        num_layers=1, num_attention_heads=2, hidden_size=shape.hidden,
+        moe_ffn_hidden_size=shape.ffn, num_moe_experts=shape.experts, moe_router_topk=shape.top_k,
+        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none",
+        moe_router_force_load_balancing=True, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        bias_activation_fusion=False, gradient_accumulation_fusion=False,
+        expert_model_parallel_size=groups.ep.size(), moe_grouped_gemm=TE, moe_permute_fusion=TE,
+        use_cpu_initialization=not CUDA, params_dtype=dtype, bf16=True,
     )  # fmt: skip
+    spec = get_moe_module_spec(TE, shape.experts, moe_grouped_gemm=TE)
+    given = {"config": config, "pg_collection": groups}
+    layer = build_module(spec, **given) if hasattr(spec, "module") else spec(**given)
+    layer.set_layer_number(1)
     layer = layer.to(model.DEVICE).to(dtype)
     for parameter in layer.parameters():
         # As data parallelism gives it: chunks add to it, in place of a sum of their own.
@@ -226,18 +300,15 @@ def measure(shape: Shape, tokens: int, rounds: int) -> list[dict[str, Any]]:
     mirror = None
     if dist.get_world_size() == 1:
         mirror = Mirror()
-        mirror.seconds_per_byte = shape.message_ms / 1e3 / (TOKENS * shape.top_k * shape.hidden * 2)
+        mirror.seconds_per_byte = shape.seconds_per_byte
         groups.ep = groups.tp_ep = MirrorGroup(shape.ranks)
     rows = []
     with mirror.installed() if mirror is not None else contextlib.nullcontext():
         x = torch.randn(tokens, 1, shape.hidden, device=model.DEVICE).to(torch.bfloat16)
-        bench = DeviceBench(layer_of(shape, groups), x)
-        for name in STOCK_WAYS:
-            bench.add(name, FixedPolicy(STOCK), recompute=name == "recompute")
-        for plan in OURS:
-            bench.add(str(plan), FixedPolicy(plan))
-        plans = dict.fromkeys(STOCK_WAYS, STOCK) | {str(plan): plan for plan in OURS}
+        bench = Bench(layer_of(shape, groups), x)
+        plans = dict.fromkeys(("stock", RECOMPUTE), STOCK) | {str(plan): plan for plan in OURS}
         for name, plan in plans.items():
+            bench.add(name, plan)
             for _ in range(2):
                 bench.run(name)
             ms = statistics.median(bench.run(name) for _ in range(rounds))

@@ -157,7 +157,7 @@ def _chosen(data: dict[str, Any], file: str | None) -> list[str]:
     lines = [f"flags of {what}:", *(f"  {words}" for words in best["flags"])]
     if best["division"]["pipeline"] == 1:
         lines.append("  (without a pipeline: stock Megatron, no schedule of ours)")
-    lines += plan_layer_text(best.get("moe_layer"), gib)
+    lines += plan_layer_text(best.get("moe_layer"))
     named = best["step_ms_by_name"]
     if file is None and named not in (None, best["step_ms"]):
         lines.append(

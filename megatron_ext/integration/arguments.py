@@ -107,4 +107,3 @@ class MegatronArgs(Protocol):
     pp_cheap_recompute: bool | None
     moe_pipeline_chunks: str | None
     moe_memory_reuse: str | None
-    moe_memory_budget: str | None

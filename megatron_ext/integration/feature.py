@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -256,10 +255,6 @@ class Feature(Callback):
         Raises:
             ConfigError: a combination that cannot work.
         """
-
-    def validating(self, run: Run) -> AbstractContextManager[None]:
-        """In force while Megatron validates its arguments."""
-        return nullcontext()
 
     def check_derived(self, run: Run) -> None:
         """Check what Megatron's validation has derived.

@@ -7,25 +7,21 @@ none waits for them: what they have promised to take stands in the store of the 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..offload.arena import pinned_bytes
-from ..offload.host import OFFLOAD, USABLE_FRACTION, Purpose, require_host_memory
+from ..offload.host import require_host_memory
 from ..offload.host_memory import available_host_bytes
 from .errors import named_errors
 from .utils import gather_over
 
 
 @contextlib.contextmanager
-def memory_on_hosts(
-    needed_bytes: int, held_bytes: int, groups: Sequence[Any], purpose: Purpose = OFFLOAD
-) -> Iterator[None]:
+def memory_on_hosts(needed_bytes: int, held_bytes: int, groups: Sequence[Any]) -> Iterator[None]:
     """Around the allocation of an arena: check, with all ranks of a call, that theirs fit into
     their hosts' memory.
 
@@ -45,13 +41,13 @@ def memory_on_hosts(
     try:
         other = pinned_bytes() - held_bytes
         mine = (host, needed_bytes, held_bytes, available_host_bytes(), other, promised)
-        _require(gather_over(mine, groups), purpose)
+        _require(gather_over(mine, groups))
         yield
     finally:
         _add(host, -grows)  # it is taken now, so it is not available; or never will be
 
 
-def _require(every: Sequence[tuple[str, int, int, int, int, int]], purpose: Purpose) -> None:
+def _require(every: Sequence[tuple[str, int, int, int, int, int]]) -> None:
     """Raise where a host has too little.
 
     Args:
@@ -66,26 +62,10 @@ def _require(every: Sequence[tuple[str, int, int, int, int, int]], purpose: Purp
         elsewhere = max(0, max(promised) - own)
         usable = min(available) + sum(held) - elsewhere
         with named_errors(f"host {host}"):
-            require_host_memory(needs, max(0, usable), purpose, sum(others) + elsewhere)
+            require_host_memory(needs, max(0, usable), sum(others) + elsewhere)
 
 
 def _add(host: str, nbytes: int) -> int:
     """Add to what the ranks of a host are about to take; the sum, with no wait for anybody."""
     store = dist.distributed_c10d._get_default_store()
     return int(dist.PrefixStore("megatron_ext/host_memory", store).add(host, nbytes))
-
-
-def usable_bytes_a_rank(groups: Sequence[Any]) -> int:
-    """What each rank may still pin if all ranks of its host pin as much: the least of all hosts.
-
-    To be called by all ranks of a call.
-
-    Args:
-        groups: of the call.
-    """
-    mine = socket.gethostname(), int(available_host_bytes() * USABLE_FRACTION)
-    every: list[tuple[str, int]] = gather_over(mine, groups)
-    hosts = [host for host, _ in every]
-    # Launchers tell how many ranks a host has; otherwise each device has one.
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-    return min(usable // max(ranks, hosts.count(host)) for host, usable in every)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import logging
 import sys
@@ -124,10 +123,7 @@ class Installation(EntryPoint):
         run.args = args
         for feature in () if again else self.features:
             feature.check(run)
-        with contextlib.ExitStack() as stack:
-            for feature in self.features:
-                stack.enter_context(feature.validating(run))
-            result = original(args, *rest, **kwargs)
+        result = original(args, *rest, **kwargs)
         for feature in self.features:
             feature.check_derived(run)
         if not again:

@@ -158,7 +158,6 @@ MLP_FORWARD = Target.at(
 CHECKPOINT_INIT = Target.at(
     f"{_CORE}.tensor_parallel.random:CheckpointWithoutOutput.__init__", "self", "fp8"
 )
-MOE_INIT = Target.at(f"{_LAYER}.__init__", "self", "config")
 MOE_FORWARD = Target.at(
     f"{_LAYER}.forward", "self", "hidden_states", "intermediate_tensors", "padding_mask"
 )

@@ -22,7 +22,6 @@ from ..offload.arena import HostArena
 from ..offload.blocks import Block, Form, Kept, laid_out, padded
 from ..offload.device import Device, Event, device_for
 from ..offload.engine import Engine, Ticket
-from ..offload.errors import OffloadConfigError
 from ..offload.saved import Selection, smallest
 from ..offload.sets import NO_ROOM, ActivationSet, State
 from .graph import Linears, Recomputation, without_memory
@@ -34,6 +33,7 @@ INPUT, INSIDE = "input", "inside"
 MIN_BYTES = 4096
 _PAGE = 2 << 20  # what a device allocates at least; larger buffers grow to multiples of it
 _GROWTH = 10  # a buffer that has to grow gets a tenth more than is needed
+_HEADROOM = 1.25
 
 
 @dataclass
@@ -144,60 +144,54 @@ class Departures:
 class Memory:
     """The memory that all MoE layers of one rank share: ring buffers, host arena, copy streams.
 
+    The first step that copies is also a measurement: until it is over the host arena grows. From
+    then on it is one piece with a quarter more, for routing that is not balanced; a chunk that
+    finds no room there stays on the device.
+
     Args:
         device: of the layers.
         min_bytes: storages smaller than this are not worth a copy and stay on the device.
 
     Attributes:
         stayed: chunks that stayed on the device, since the host arena had no room.
-        wanted_bytes: the most that the host arena would have held with room for all.
+        rows: of the experts, that are held for backward. most_rows: in this step.
     """
 
     def __init__(self, device: Device, min_bytes: int = MIN_BYTES) -> None:
         self.device, self.min_bytes, self.ring = device, min_bytes, Ring(device)
         self.engine = Engine(device, HostArena(device.torch_device), "dual")
         self.departures = Departures(self.engine)
-        self.stayed = self.wanted_bytes = 0
-        self._staying: dict[int, int] = {}  # by identity of a record: bytes that found no room
-        self._planned: int | None = None
+        self.stayed = self.rows = self.most_rows = 0
+        self._sized = False
 
-    def size_host(self, nbytes: int, now: bool) -> None:
-        """Give the host arena its size: one piece, which does not grow. Between steps only.
-
-        Args:
-            nbytes: 0: everything stays on the device.
-            now: allocate it now; otherwise when the first chunk is copied.
+    def begin_step(self) -> None:
+        """Give the host arena its size once a step has shown it. Between steps only.
 
         Raises:
-            OffloadConfigError: the host lacks the memory; with ``now`` only, later the chunks stay.
+            OffloadConfigError: the host lacks the memory.
         """
-        if now:
-            self.engine.arena.resize(nbytes)
-        else:
-            self._planned = nbytes
+        arena = self.engine.arena
+        if not self._sized and arena.peak_bytes and not arena.used_bytes:
+            arena.resize(round(_HEADROOM * arena.peak_bytes))
+            self._sized = True
+        self.rows = self.most_rows = 0
+
+    def hold(self, rows: int) -> None:
+        """A call keeps so many rows of its experts for backward; fewer than 0: no longer."""
+        self.rows += rows
+        self.most_rows = max(self.most_rows, self.rows)
 
     def offload(self, record: Record, pieces: Sequence[torch.Tensor]) -> None:
         """Start copying a chunk's blocks and ``pieces`` to the host, or note that they stay."""
-        arena = self.engine.arena
-        if self._planned is not None and not arena.used_bytes:
-            planned, self._planned = self._planned, None
-            try:
-                arena.resize(planned)
-            except OffloadConfigError as error:
-                arena.seal()
-                logger.warning("s1 to s3 keep tensors on the device: %s", error)
         record.offload(more=pieces)
         if record.stays == NO_ROOM:
-            sizes = [block.form.end_bytes for block in record.movable()]
-            sizes += [piece.numel() for piece in pieces]
-            self._staying[id(record)] = sum(map(padded, sizes))
+            if not self.stayed:
+                logger.warning(
+                    "a chunk of an MoE layer has found no room in the host arena of %d bytes: it, "
+                    "and others like it, stay on the device",
+                    self.engine.arena.capacity_bytes,
+                )
             self.stayed += 1
-        staying = sum(list(self._staying.values()))
-        self.wanted_bytes = max(self.wanted_bytes, arena.used_bytes + staying)
-
-    def over(self, record: Record) -> None:
-        """A chunk is over."""
-        self._staying.pop(id(record), None)
 
     @classmethod
     def on(cls, device: torch.device, **options: Any) -> Memory:
@@ -220,7 +214,6 @@ class Record(ActivationSet):
     Args:
         strategy: how it comes back.
         selection: of tensors inside the experts that may leave.
-        depth: slots for the experts' input; their intermediate tensors always have two.
 
     Attributes:
         used_bytes: of the chunk's slot of the ring ``input``.
@@ -232,12 +225,11 @@ class Record(ActivationSet):
         number: int,
         strategy: Strategy,
         selection: Selection,
-        depth: int = DEPTH,
     ) -> None:
         super().__init__(f"MoE chunk {number}", memory.engine, selection)
         self.used_bytes = 0
         self._memory, self._strategy = memory, strategy
-        self._input_slot, self._inside_slot = number % depth, number % DEPTH
+        self._number = number % DEPTH
         self._input: Block | None = None
         self._given = 0  # identity of the storage of the experts' input
         self._again: Recomputation | None = None
@@ -245,7 +237,6 @@ class Record(ActivationSet):
 
     def __del__(self) -> None:
         # A graph may be dropped without a backward pass; its place on the host must not be lost.
-        self._memory.over(self)
         if self.ticket is not None and self.ticket.slot is not None:
             self.engine.arena.drop(self.ticket.slot, self.ticket.sent)
 
@@ -256,7 +247,7 @@ class Record(ActivationSet):
         self.used_bytes = nbytes
         if self._strategy.input is Restore.KEEP:
             return self._memory.device.allocate(nbytes)
-        return self._memory.ring.take(INPUT, self._input_slot, nbytes)[:nbytes]
+        return self._memory.ring.take(INPUT, self._number, nbytes)[:nbytes]
 
     @contextlib.contextmanager
     def saving(self, slot: torch.Tensor, linears: Linears) -> Iterator[Recomputation | None]:
@@ -309,7 +300,7 @@ class Record(ActivationSet):
             return
         assert self.ticket.sent is not None
         if pieces:
-            ring.read_until(INPUT, self._input_slot, self.ticket.sent)
+            ring.read_until(INPUT, self._number, self.ticket.sent)
         if inside := self.let_go():
             self._memory.departures.add(self.ticket, inside)
 
@@ -329,7 +320,7 @@ class Record(ActivationSet):
             return
         buffers, ring, forms = list[torch.Tensor](), self._memory.ring, self._inside_forms()
         if forms:
-            inside = ring.take(INSIDE, self._inside_slot, self.copied_inside_bytes)
+            inside = ring.take(INSIDE, self._number, self.copied_inside_bytes)
             buffers = laid_out(inside, forms)
         if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
             self._slot = self.input_slot(self.used_bytes)
@@ -352,7 +343,6 @@ class Record(ActivationSet):
     def finish(self) -> None:
         """The experts' backward pass has been issued: forget everything."""
         super().finish()
-        self._memory.over(self)
         self._input = None
 
     # --- autograd's side ---

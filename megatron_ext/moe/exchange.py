@@ -45,10 +45,7 @@ class Row:
 
 
 def chunk_rows(rows: int, chunks: int) -> list[int]:
-    """``rows`` in ``chunks`` parts that differ by one at most; empty ones where there are too few.
-
-    The borders of few parts are among those of many if the one number divides the other.
-    """
+    """``rows`` in parts that differ by one at most; empty ones where there are too few."""
     return [b - a for a, b in pairwise(rows * k // chunks for k in range(chunks + 1))]
 
 
@@ -137,6 +134,11 @@ class ChunkTable:
     counts: torch.Tensor
     worst: Worst
 
+    @property
+    def rows(self) -> int:
+        """Rows that this rank's experts work on, in all chunks."""
+        return sum(chunk.rows for chunk in self.chunks)
+
 
 class SentRows(NamedTuple):
     """The rows that this rank sends, on the device: by chunk, then expert, then token.
@@ -154,39 +156,23 @@ class SentRows(NamedTuple):
     starts: torch.Tensor
 
 
-class Counted:
+class Counted(NamedTuple):
     """A routed batch of which all ranks will know how many rows go where.
 
-    Args:
-        routing_map: (tokens, experts) bool.
-        table: rows by (source expert tensor rank, source expert rank, part of the batch,
-            destination, its expert), int32 on the device.
+    Attributes:
+        tokens: of this rank.
+        chunks: into which it is cut.
+        table: rows by (source expert tensor rank, source expert rank, chunk, destination, its
+            expert), int32 on the device.
         host: its running copy.
-        chunks: for which the rows are sorted.
-        rows: those that this rank sends; behind them as many others as there is room for.
+        sent: the rows that this rank sends; behind them as many others as there is room for.
     """
 
-    def __init__(
-        self,
-        routing_map: torch.Tensor,
-        table: torch.Tensor,
-        host: HostCopy,
-        chunks: int,
-        rows: SentRows,
-    ) -> None:
-        self.routing_map, self.table = routing_map, table
-        self.chunks, self.sent = chunks, rows
-        self._host = host
-
-    @functools.cached_property
-    def host(self) -> torch.Tensor:
-        """The table on the host, int64; waits for it."""
-        return self._host.wait()
-
-    @property
-    def rows(self) -> int:
-        """The most rows that any rank's experts have; waits."""
-        return int(self.host.sum(dim=(0, 1, 2, 4)).max())
+    tokens: int
+    chunks: int
+    table: torch.Tensor
+    host: HostCopy
+    sent: SentRows
 
 
 class Exchange:
@@ -205,47 +191,31 @@ class Exchange:
         self.tp_rank = 0 if tp is None else dist.get_rank(tp)
         self.local_experts = experts // self.ep_size
 
-    def count(self, routing_map: torch.Tensor, chunks: int, finest: int) -> Counted:
+    def count(self, routing_map: torch.Tensor, chunks: int) -> Counted:
         """Sort the rows, and count on all ranks how many go where; one collective, no wait.
 
         Args:
             routing_map: which token goes to which expert, (tokens, experts) bool.
-            chunks: for which the rows are sorted, as this number is expected.
-            finest: parts of the batch that are counted, the same on every rank of the group; any
-                number that divides it may become the number of chunks.
+            chunks: n, the same on every rank of the group.
         """
         blocks = _blocks(routing_map, chunks)
-        parts = blocks if finest == chunks else _blocks(routing_map, finest)
-        own = parts.sum(dim=1, dtype=torch.int32).view(-1)
+        own = blocks.sum(dim=1, dtype=torch.int32).view(-1)
         ranks = self.ep_size * self.tp_size
         every, work = own, None
         if ranks > 1:
             every = own.new_empty(ranks * own.numel())
             work = dist.all_gather_into_tensor(every, own, group=self.groups.tp_ep, async_op=True)
-        # (ep, tp, ...) as the group has them -> (tp, ep, part, destination, local expert).
-        shape = (self.ep_size, self.tp_size, finest, self.ep_size, self.local_experts)
+        # (ep, tp, ...) as the group has them -> (tp, ep, chunk, destination, local expert).
+        shape = (self.ep_size, self.tp_size, chunks, self.ep_size, self.local_experts)
         table = every.view(shape).transpose(0, 1)
         rows = _sorted(blocks, len(routing_map))  # while the counts are exchanged
-        return Counted(routing_map, table, HostCopy(every, shape, work, own), chunks, rows)
+        return Counted(len(routing_map), chunks, table, HostCopy(every, shape, work, own), rows)
 
-    def split(self, counted: Counted, chunks: int) -> tuple[ChunkTable, SentRows]:
-        """Cut a routed batch; no collective, but a wait for the counts.
-
-        Args:
-            chunks: n, the same on every rank of the group, a divisor of the parts counted.
-        """
-        tokens = counted.routing_map.shape[0]
-        edges = [0, *accumulate(chunk_rows(tokens, chunks))]
-        rows = counted.sent
-        if chunks != counted.chunks:
-            rows = _sorted(_blocks(counted.routing_map, chunks), tokens)
-        # Borders of few parts are among those of many.
-        table, host = counted.table, counted.host
-        if chunks != table.shape[2]:
-            table, host = (
-                t.unflatten(2, (chunks, -1)).sum(3, dtype=t.dtype) for t in (table, host)
-            )
-        counts = table[:, :, :, self.ep_rank].reshape(-1, chunks, self.local_experts)
+    def split(self, counted: Counted) -> tuple[ChunkTable, SentRows]:
+        """Cut a routed batch; no collective, but a wait for the counts."""
+        chunks, rows, host = counted.chunks, counted.sent, counted.host.wait()
+        edges = [0, *accumulate(chunk_rows(counted.tokens, chunks))]
+        counts = counted.table[:, :, :, self.ep_rank].reshape(-1, chunks, self.local_experts)
         found = ChunkTable(
             self.experts,
             [self._chunk(host[:, :, i], edges[i], edges[i + 1]) for i in range(chunks)],
@@ -335,7 +305,7 @@ class Exchange:
         taken = arriving.transpose(1, 2)
         arrive, take = _starts(arriving), _starts(taken).transpose(1, 2)
         # The block (source, expert) starts at ``arrive`` in one order and at ``take`` in the other.
-        every = sum(chunk.rows for chunk in table.chunks)
+        every = table.rows
         places = torch.arange(every, dtype=torch.int32, device=arriving.device)
         firsts = arriving.sum(dim=(1, 2), dtype=torch.int32)
         firsts = (firsts.cumsum(0, dtype=torch.int32) - firsts).view(-1, 1, 1)

@@ -23,7 +23,7 @@ from .exchange import (
     sum_rows,
 )
 from .graph import GradientSums, Graph, Recomputation
-from .plan import LayerPlan, Restore, Step, Strategy
+from .plan import DEPTH, LayerPlan, Restore, Step, Strategy
 
 if TYPE_CHECKING:
     from .region import Region
@@ -226,7 +226,7 @@ class Messages:
     def __init__(self, call: Call, there: Row, back: Row) -> None:
         self._exchange: Exchange = call.region.exchange
         self._ring: Ring = call.region.memory.ring
-        self._chunks, self._depth = call.table.chunks, call.plan.depth
+        self._chunks = call.table.chunks
         self._there, self._back = there, back
         self._dispatched: dict[int, Transfer] = {}
         self._returning: dict[int, Transfer] = {}
@@ -243,7 +243,7 @@ class Messages:
 
     def take(self, purpose: str, i: int, nbytes: int) -> torch.Tensor:
         """The slot of chunk ``i``, 1-D uint8."""
-        return self._ring.take(purpose, i % self._depth, nbytes)[:nbytes]
+        return self._ring.take(purpose, i % DEPTH, nbytes)[:nbytes]
 
     def dispatch(self, i: int, fill: Callable[[list[torch.Tensor]], None]) -> None:
         """Start sending chunk ``i`` to the experts; ``fill`` writes the fields of its rows."""
@@ -324,6 +324,8 @@ class Forward:
             for step, i in self._call.plan.operations():
                 if step in steps:
                     steps[step](i)
+        if self._call.saves:
+            self._call.region.memory.hold(self._call.table.rows)
         return self._out
 
     def _dispatch(self, i: int) -> None:
@@ -344,7 +346,7 @@ class Forward:
         call, chunk, state = self._call, self._call.table.chunks[i], self._call.states[i]
         memory = call.region.memory
         memory.departures.make_room()
-        record = Record(memory, i, call.strategy, self._selection, call.plan.depth)
+        record = Record(memory, i, call.strategy, self._selection)
         slot = record.input_slot(call.input_bytes(chunk.rows))
         x, p = call.halves(slot, chunk.rows)
         order = call.sent.order(i, call.region.exchange)
@@ -414,6 +416,7 @@ class Backward:
             for step, position in self._call.plan.operations():
                 steps[step](last - position)
         self._call.states = []
+        self._call.region.memory.hold(-self._call.table.rows)
         return [self._d_hidden, self._d_probs, *self._sums.result(self._postponed)]
 
     def _record(self, i: int) -> Record:

@@ -22,7 +22,7 @@ from .buffers import Memory
 from .exchange import Exchange
 from .graph import Linears
 from .passes import Backward, Call, Forward
-from .plan import ExecutionPolicy, Strategy
+from .plan import LayerPlan, Strategy
 
 # (x (rows, width), rows of each local expert on the host, probabilities (rows,)) -> (rows, width)
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -93,7 +93,7 @@ class Region:
         hidden: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
-        policy: ExecutionPolicy,
+        plan: LayerPlan,
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Dispatch, compute and combine.
@@ -102,8 +102,8 @@ class Region:
             hidden: (tokens, width).
             probs: of each token for each expert, (tokens, experts).
             routing_map: which of them count, likewise, bool.
-            policy: gives the plan, the same on every rank of the layer's groups; there may be more
-                chunks than tokens.
+            plan: the same on every rank of the layer's groups; there may be more chunks than
+                tokens.
             meanwhile: issues other work of the layer, which runs while the counts are on their way
                 to the host.
 
@@ -122,15 +122,14 @@ class Region:
         trained = [p for p in self.parameters if p.requires_grad]
         inputs = (hidden, probs, *trained)
         saves = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        if self._recomputes_activation and plan.strategy is Strategy.NONE:
+            plan = plan._replace(strategy=Strategy.S0)
         with torch.no_grad():
-            counted = self.exchange.count(routing_map, policy.expected, policy.finest)
+            counted = self.exchange.count(routing_map, plan.chunks)
         if meanwhile is not None:
             meanwhile()
         with torch.no_grad():
-            plan = policy.plan_for(counted.rows)
-            if self._recomputes_activation and plan.strategy is Strategy.NONE:
-                plan = plan._replace(strategy=Strategy.S0)
-            table, sent = self.exchange.split(counted, plan.chunks)
+            table, sent = self.exchange.split(counted)
         call = Call(self, plan, table, sent, trained if saves else None, hidden, probs)
         result: torch.Tensor = _Function.apply(call, *inputs)
         return result

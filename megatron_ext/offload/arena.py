@@ -257,5 +257,5 @@ def _pin(memory: torch.Tensor, device: torch.device) -> None:
         raise OffloadConfigError(
             f"the driver refused to pin {memory.numel() / GIB:.2f} GiB of host memory (CUDA error "
             f"{int(status)}); raise the container's memory and memlock limits (ulimit -l "
-            "unlimited) or offload less (--pp-offload-chunks, --moe-memory-host-budget)"
+            "unlimited) or offload less"
         )

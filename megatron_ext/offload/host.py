@@ -8,7 +8,6 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,25 +22,9 @@ _TOUCH_THREADS = 8
 _TOUCH_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class Purpose:
-    """What host memory is for, in errors; and how a run needs less of it."""
-
-    what: str
-    fix: str
-
-
-OFFLOAD = Purpose(
-    "offloading",
-    "offload fewer chunks (--pp-offload-chunks), use fewer microbatches in flight, or run fewer "
-    "ranks per host",
-)
-
-
 def require_host_memory(
     needed_bytes: Sequence[int],
     available_bytes: int,
-    purpose: Purpose = OFFLOAD,
     pinned_bytes: int = 0,
 ) -> None:
     """Check that the host arenas of all ranks of one host fit together.
@@ -58,10 +41,11 @@ def require_host_memory(
     if total > usable:
         besides = f" besides {pinned_bytes / GIB:.2f} GiB in use" if pinned_bytes else ""
         raise OffloadConfigError(
-            f"{purpose.what} needs {total / GIB:.2f} GiB of pinned host memory for the "
+            f"offloading needs {total / GIB:.2f} GiB of pinned host memory for the "
             f"{len(needed_bytes)} ranks of this host (at most {max(needed_bytes) / GIB:.2f} GiB a "
             f"rank){besides} but only {usable / GIB:.2f} GiB may be used ({USABLE_FRACTION:.0%} of "
-            f"the {available_bytes / GIB:.2f} GiB available); {purpose.fix}"
+            f"the {available_bytes / GIB:.2f} GiB available); offload less, use "
+            "fewer microbatches in flight, or run fewer ranks per host"
         )
 
 

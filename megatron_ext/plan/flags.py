@@ -13,7 +13,7 @@ from . import overlap
 from .defaults import job_with_defaults
 from .layout import check_stages
 from .model import Job, PlanError
-from .moe_job import check, exclude_chunks
+from .moe_job import check
 
 # Fields of the job that have no flag of their own name.
 _COMPUTED = {
@@ -118,7 +118,6 @@ def read(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     why = not_modelled({**vars(known), **values_of(rest)}.get)
     if why is not None:
         raise PlanError(why)
-    exclude_chunks(vars(known), rest)
     overlap.exclude_pairs(vars(known), rest)
     return vars(known), ignored
 

@@ -80,7 +80,6 @@ class Job:
     moe_token_dispatcher_type: str = "allgather"
     moe_pipeline_chunks: str | None = None
     moe_memory_reuse: str | None = None
-    moe_memory_budget: str | None = None
     no_gradient_accumulation_fusion: bool = False
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1

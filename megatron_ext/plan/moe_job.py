@@ -1,36 +1,25 @@
-"""MoE layers in chunks as a job's flags ask for them: the plan, what it excludes, its bytes.
-
-The bytes are those of ``moe/plan.py``, which training chooses by; here they become tensors of a
-``Part``, and ``--moe-pipeline-chunks`` and ``--moe-memory-reuse`` settings of a ``Job``.
-"""
+"""MoE layers in chunks as a job's flags ask for them: their plan and their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
-
-from .._conflict import first_conflict, values_of
-from .._input import attribute, parse_bytes, size_text
 from ..moe.plan import (
+    DEPTH,
     STOCK,
-    Budget,
-    BudgetError,
     LayerPlan,
     LayerShape,
     Restore,
     Strategy,
+    candidates,
     copied_bytes,
-    footprint,
-    simplest_first,
 )
 from .model import Job, PlanError
-from .moe_conflicts import CONFLICTS, parts_of
 from .parts import Linear, Part, SavedTensor
 
-CHUNKS, REUSE, BUDGET = "--moe-pipeline-chunks", "--moe-memory-reuse", "--moe-memory-budget"
-NUMBERS = (1, 2, 4, 8)  # of chunks that the flag takes
+CHUNKS, REUSE = "--moe-pipeline-chunks", "--moe-memory-reuse"
+NUMBERS = ("1", "2", "4", "8")  # of chunks that the flag takes
 AUTO = "auto"
+_COPIES = 2  # of a chunk's rows: permuted to be sent, and sorted by expert
+_MESSAGES = 4  # buffers of a chunk's rows: sent and received, to the experts and back
 
 
 def has_experts(job: Job) -> bool:
@@ -65,24 +54,18 @@ def keeps_from_offload(job: Job) -> bool:
 
 def with_plan(job: Job, plan: LayerPlan) -> Job:
     """The job with all its MoE layers run by ``plan``."""
-    if plan.stock and (job.moe_pipeline_chunks, job.moe_memory_reuse) == ("off", None):
-        return job.with_(moe_memory_budget=None) if job.moe_memory_budget else job
     if plan.stock:
-        return job.with_(moe_pipeline_chunks="off", moe_memory_reuse=None, moe_memory_budget=None)
-    return job.with_(
-        moe_pipeline_chunks=str(plan.chunks),
-        moe_memory_reuse=plan.strategy.value,
-        moe_memory_budget=None,
-    )
+        return job.with_(moe_pipeline_chunks="off", moe_memory_reuse=None)
+    return job.with_(moe_pipeline_chunks=str(plan.chunks), moe_memory_reuse=plan.strategy.value)
 
 
 def without_chunks(job: Job) -> Job:
     """The job with Megatron's own MoE layers."""
-    return with_plan(job, STOCK)
+    return job if job.moe_pipeline_chunks == "off" else with_plan(job, STOCK)
 
 
 def flags(job: Job) -> list[str]:
-    """What training needs for the job's plan."""
+    """The flags that training needs for the job's plan."""
     plan = fixed_plan(job)
     if plan is None:
         return []
@@ -91,7 +74,7 @@ def flags(job: Job) -> list[str]:
 
 
 def check(job: Job) -> None:
-    """Refuse MoE flags that training refuses, as far as a job knows.
+    """Refuse values of the MoE flags that are none, and what the planner does not model.
 
     Raises:
         PlanError: with the rule and the fix.
@@ -102,96 +85,33 @@ def check(job: Job) -> None:
             "Megatron trains experts with --tensor-model-parallel-size "
             f"{job.tensor_model_parallel_size} only beside --sequence-parallel; give it too"
         )
-    chunks, strategy = job.moe_pipeline_chunks, job.moe_memory_reuse
-    check_flags(chunks, strategy, job.moe_memory_budget)
-    if chunks in (None, "off"):
-        return
-    if not has_experts(job):
-        raise PlanError(
-            f"{CHUNKS} {chunks} is for MoE layers, and the model has none (--num-experts is not "
-            f"set); drop {CHUNKS}"
-        )
-    strategy = "none" if strategy in (None, AUTO) else strategy
-    why = obstacle(job, strategy)
-    if why is not None:
-        what = f"{CHUNKS} {chunks}" if strategy == "none" else f"{REUSE} {strategy}"
-        raise PlanError(f"{what} cannot be combined with {why}")
-
-
-def check_flags(chunks: str | None, strategy: str | None, budget: str | None) -> None:
-    """Refuse values of the three flags that are none, or contradict each other.
-
-    Raises:
-        PlanError: with the rule and the fix.
-    """
-    allowed = ("off", AUTO, *map(str, NUMBERS))
-    if chunks not in (None, *allowed):
-        raise PlanError(f"{CHUNKS} must be one of {', '.join(allowed)}, got {chunks!r}")
-    names = [*sorted(one.value for one in Strategy), AUTO]
-    if strategy not in (None, *names):
-        raise PlanError(f"{REUSE} must be one of {', '.join(names)}, got {strategy!r}")
-    if chunks in (None, "off"):
-        for flag, value in ((REUSE, strategy), (BUDGET, budget)):
-            if value not in (None, "none"):
-                raise PlanError(
-                    f"{flag} {value} is for MoE layers in chunks; give {CHUNKS} {AUTO} or a number "
-                    f"too, or drop {flag}"
-                )
-    elif budget is not None:
-        if AUTO not in (chunks, strategy):
-            raise PlanError(f"{BUDGET} {budget} is what {AUTO} chooses by; give {REUSE} {AUTO} too")
-        try:
-            parse_bytes(budget)
-        except ValueError as error:
-            raise PlanError(f"{BUDGET}: {error}") from None
-
-
-def open_plans(chunks: str | None, strategy: str | None) -> list[LayerPlan]:
-    """All plans that the flags leave open, the simplest first: of what is not given, all."""
-    if chunks == "off":
-        return [STOCK]
-    numbers = NUMBERS if chunks in (None, AUTO) else (int(str(chunks)),)
-    free = strategy == AUTO or (strategy is None and chunks is None)
-    names = tuple(Strategy) if free else (Strategy(strategy or "none"),)
-    return simplest_first([LayerPlan(n, s) for n in numbers for s in names])
-
-
-def obstacle(job: Job, strategy: str) -> str | None:
-    """The setting of Megatron with which MoE layers do not run in chunks; None: there is none.
-
-    Args:
-        strategy: that is wanted.
-    """
-    if job.moe_token_dispatcher_type == "flex":
-        return f"--moe-token-dispatcher-type flex: plan does not model its chunks; drop {CHUNKS}"
-    args = SimpleNamespace(
-        recompute_granularity=job.recompute_granularity,
-        recompute_modules=job.recompute_modules,
-        fp8=job.recipe is not None,
-        fp8_recipe=job.recipe,
-        overlap_moe_expert_parallel_comm=job.overlap_moe_expert_parallel_comm,
-        expert_tensor_parallel_size=job.expert_tensor_parallel_size,
+    values = (
+        (CHUNKS, job.moe_pipeline_chunks, ("off", AUTO, *NUMBERS)),
+        (REUSE, job.moe_memory_reuse, (*sorted(one.value for one in Strategy), AUTO)),
     )
-    found = first_conflict(CONFLICTS, args, ("", *parts_of(strategy)))
-    return None if found is None else found[1]
+    for flag, value, allowed in values:
+        if value not in (None, *allowed):
+            raise PlanError(f"{flag} must be one of {', '.join(allowed)}, got {value!r}")
+    chunks = job.moe_pipeline_chunks
+    other = without_chunks_because(job)
+    if chunks not in (None, "off") and other:
+        raise PlanError(f"{CHUNKS} {chunks} with {other} is not modelled; drop one of them")
 
 
-def exclude_chunks(given: dict[str, Any], ignored: Sequence[str]) -> None:
-    """Keep Megatron's own MoE layers where a flag that plan ignores does not go with chunks.
+def without_chunks_because(job: Job) -> str:
+    """The setting with which chunks are not modelled; "" if there is none."""
+    if job.overlap_moe_expert_parallel_comm:
+        return "--overlap-moe-expert-parallel-comm"
+    flex = job.moe_token_dispatcher_type == "flex"
+    return "--moe-token-dispatcher-type flex" if flex else ""
 
-    Args:
-        given: values by Megatron's argument name; changed.
-        ignored: the rest of the command line.
 
-    Raises:
-        PlanError: chunks are asked for.
-    """
-    found = first_conflict(CONFLICTS, SimpleNamespace(**values_of(ignored)))
-    if found is None:
-        return
-    chunks = given.setdefault(attribute(CHUNKS), "off")
-    if chunks != "off":
-        raise PlanError(f"{CHUNKS} {chunks} cannot be combined with {found[1]}")
+def open_plans(job: Job) -> list[LayerPlan]:
+    """All plans that the job's flags leave open, Megatron's own layer first."""
+    chunks, strategy = job.moe_pipeline_chunks, job.moe_memory_reuse
+    if chunks is None:
+        strategy = strategy or AUTO
+    return list(candidates(chunks or AUTO, strategy or "none"))
 
 
 def shape_of(job: Job) -> LayerShape:
@@ -205,6 +125,31 @@ def shape_of(job: Job) -> LayerShape:
     return LayerShape(latent, width, job.swiglu, job.element_bytes, inside)
 
 
+def buffer_bytes(shape: LayerShape, rows: int, plan: LayerPlan) -> int:
+    """Bytes of the buffers that all MoE layers of a device share, in backward, which has most.
+
+    The experts' input and what lies inside them, restored, and their gradients, of as many chunks
+    as have slots; a chunk's permuted copies and messages; and, where the input is kept, what the
+    weight gradients of all chunks at once take.
+
+    Args:
+        rows: of the busiest rank's experts in a call.
+    """
+    chunk, slots = -(-rows // plan.chunks), min(DEPTH, plan.chunks)
+    e, row = shape.element_bytes, shape.hidden * shape.element_bytes
+    inner = (3 if shape.gated else 2) * shape.ffn * e  # gradients inside
+    kept = shape.kept_inside(plan.strategy)
+    copied = plan.strategy.inside is Restore.OFFLOAD
+    once = plan.strategy.keeps_products
+    ring: float = inner + (2 if once else 3) * row * slots
+    ring += (shape.inside_bytes - kept) * (slots if copied else 1)
+    ring *= chunk
+    if once and not plan.stock:  # Megatron's own layer computes them one by one
+        joined = rows * (row + shape.ffn * e) * (plan.chunks > 1)  # fc2's rows of all chunks
+        ring = rows * max(0.0, row + inner - kept) + max(ring, joined)
+    return round(ring) + (_COPIES + _MESSAGES * DEPTH) * chunk * row
+
+
 def in_chunks(job: Job, part: Part) -> Part:
     """The experts' part by the job's plan: what is restored is not kept, buffers are added.
 
@@ -216,11 +161,10 @@ def in_chunks(job: Job, part: Part) -> Part:
         return part
     rows = next(one.rows for one in part.linears if one.expert)
     shape = shape_of(job)
-    needs = footprint(shape, rows, 1, plan)
     return part._replace(
         pieces=tuple(_restored(piece, plan.strategy) for piece in part.pieces),
         widest=0,  # the gradients of a chunk's activations are in the buffers
-        buffers=needs.ring_bytes + needs.temporary_bytes,
+        buffers=buffer_bytes(shape, rows, plan),
         host=round(copied_bytes(shape, rows, plan.strategy)),
     )
 
@@ -240,24 +184,3 @@ def _restored(piece: Linear | SavedTensor, strategy: Strategy) -> Linear | Saved
     if isinstance(piece, Linear):  # its input is in the buffers
         return piece._replace(splits=False, input=piece.input if keeps else "kept")
     return piece if keeps else piece._replace(bytes_f_to_b=0)
-
-
-def within(job: Job, plans: Sequence[LayerPlan], rows: int, in_flight: int) -> list[LayerPlan]:
-    """The plans that keep ``--moe-memory-budget``.
-
-    Args:
-        rows: that the experts get in a call. in_flight: calls that are kept at a time.
-
-    Raises:
-        PlanError: there is none.
-    """
-    size = parse_bytes(job.moe_memory_budget or "")
-    budget = Budget(size, shape_of(job), lambda: in_flight)
-    try:
-        budget.require(plans, rows)
-    except BudgetError as error:
-        raise PlanError(
-            f"--moe-memory-budget {size_text(size)} is too small for {in_flight} calls of MoE "
-            f"layers in flight: the least is {size_text(error.needed_bytes)}; raise it to that"
-        ) from None
-    return [plan for plan in plans if budget.fits(plan, rows)]

@@ -1,42 +1,37 @@
-"""Times of MoE layers in chunks: a job's costs, what chunks gain a pass, plans worth a search.
+"""Times of MoE layers in chunks by a closed form: what chunks gain a pass, plans worth a search.
 
 Products, kernels and messages have the planner's prices (``times.price_of``), so that one chunk
-with nothing restored takes what Megatron's layer takes. A call pays for the kernels that sort the
-rows of all its chunks, a chunk for its own (``_ONCE``, ``_OURS``: counted on CPU tensors, without
-those of the experts), and reads all weights of its experts; where their input is not kept, it adds
-to all their gradients, and otherwise all chunks do so at once, behind their input gradients: why
-many small chunks are slower than one.
+with nothing restored takes what Megatron's layer takes. The order is the paper's: while a chunk's
+experts compute, the next one's rows arrive and the last one's return. So of n chunks the first
+message and the last are exposed, and between them the slowest of compute, network and copies
+counts (MPMoE, paradigm 1). A call pays for the kernels that sort the rows of all its chunks, a
+chunk for its own, and reads all weights of its experts; where their input is not kept, it adds to
+all their gradients, and otherwise all chunks do so at once, in W.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import comb, inf
+from typing import NamedTuple
 
-from ..moe.plan import (
-    STOCK,
-    Footprint,
-    LayerPlan,
-    Strategy,
-    copied_bytes,
-    footprint,
-)
+from ..moe.plan import STOCK, LayerPlan, Restore, Strategy, copied_bytes, saved_bytes
 from .gpu import Gpu
 from .launches import of_experts
 from .mlp import _activation, _routing, experts, routed_tokens
 from .model import Job
 from .moe_job import (
+    buffer_bytes,
     fixed_plan,
     has_experts,
-    obstacle,
     open_plans,
     shape_of,
     with_plan,
-    within,
     without_chunks,
+    without_chunks_because,
 )
-from .moe_layer import ChunkTimes, Costs, LayerRun, Local, run_layer
-from .parts import Part, Work
+from .parts import Linear, Part, Work
 
 ASSUMPTIONS = (
     "MoE layers in chunks: balanced routing; copies, all-to-alls and products do not slow each "
@@ -47,16 +42,34 @@ ASSUMPTIONS = (
 
 # (F, B, W) seconds of a part; ``times.price_of`` makes one.
 Price = Callable[[Part], Sequence[float]]
+
+# Small kernels around the experts, counted on CPU tensors: once a call, to split the rows of all
+# chunks; a chunk's, in forward, in backward, and there for rows that are sent again. Of Megatron's
+# own layer those that the planner counts.
+_ONCE, _OURS, _AGAIN = 53, (9, 8), 4
+_STOCK = (10, 20)
+
+MARGIN = 0.02  # a plan must be faster than a simpler one by this
+
+
+class LayerRun(NamedTuple):
+    """Seconds of one call of a layer.
+
+    Attributes:
+        weights: of W passes, where weight gradients wait for them; 0: they are part of backward.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+
+    @property
+    def time(self) -> float:
+        """Forward, backward and W, one after the other."""
+        return sum(self)
+
+
 Runs = Callable[[LayerPlan], LayerRun]  # ``job_run`` of a job
-
-# Small kernels a chunk: Local's steps, in forward, in backward, and there for rows that are sent
-# again; all chunks are split at once. Of Megatron's own layer those that the planner counts.
-_ONCE = 53
-_OURS = (Local(0, 2, 4, 1, 2), Local(0, 1, 1, 2, 4))
-_AGAIN = Local(0, 2, 2, 0, 0)
-_STOCK = (Local(0, 3, 2, 2, 3), Local(0, 6, 4, 4, 6))
-
-MARGIN = 0.02  # a plan must be faster than a simpler one by this, as in training
 
 
 def exchange_rate(job: Job, gpu: Gpu) -> float:
@@ -91,71 +104,107 @@ def _nodes_per_token(job: Job, near: int) -> float:
     return nodes * (1 - comb(experts - own, k) / comb(experts, k))
 
 
-def job_footprint(job: Job, plan: LayerPlan, in_flight: int = 1) -> Footprint:
-    """Bytes of ``in_flight`` calls that are kept, and of the buffers, by ``moe/plan.py``."""
-    return footprint(shape_of(job), routed_tokens(job), in_flight, plan)
+def pass_time(
+    chunks: int,
+    there: float,
+    compute: float,
+    back: float,
+    saved: float = 0.0,
+    loaded: float = 0.0,
+) -> float:
+    """One direction of a call.
+
+    Args:
+        there, compute, back: times of one chunk's message to the experts, of the experts, and of
+            the message from them.
+        saved: of one chunk's copy to the host: its memory is the next chunk's but one, which waits.
+        loaded: of one chunk's copy from the host, which its experts wait for.
+    """
+    first = max(there, loaded)
+    if chunks == 1:
+        return first + compute + back
+    steady = (chunks - 2) * max(there + back, compute, saved, loaded)
+    return first + max(there, compute, loaded) + steady + max(back, compute) + back
 
 
-def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
-    """Seconds of one chunk's operations, for any plan of the job's MoE layers.
+@dataclass(frozen=True)
+class _Chunk:
+    """Prices of one of a job's chunks.
+
+    Attributes:
+        job: whose messages are the plan's: chunks have all-to-alls in place of an allgather.
+        slower: the rate of these over that of the job's dispatcher.
+    """
+
+    job: Job
+    rows: int
+    slower: float
+    linears: Sequence[Linear]
+    price: Price
+
+    def work(self, work: Work) -> float:
+        """Forward seconds of kernels."""
+        return self.price(Part((), work=work))[0]
+
+    def message(self) -> float:
+        """Of its rows, one way."""
+        sent = _routing(self.job, self.rows).expert_bytes * self.slower
+        return self.work(Work(expert_bytes=sent)) / 2
+
+    def around(self, kernels: int, moves: float = 1.0) -> float:
+        """Rows packed, sorted, taken apart and added up, by so many kernels."""
+        moved = moves * _routing(self.job, self.rows).moved
+        return self.work(Work(moved=moved, kernels=kernels))
+
+    def products(self, count: int = 2, more: Work | None = None) -> Sequence[float]:
+        """F, B and W of fc1 and fc2, or of fc1 alone, with ``more``."""
+        linears = [one._replace(rows=self.rows) for one in self.linears[:count]]
+        return self.price(Part(tuple(linears), work=more or Work()))
+
+
+def job_run(job: Job, gpu: Gpu, price: Price, plan: LayerPlan) -> LayerRun:
+    """One call of a MoE layer of the job by ``plan``; weight gradients wait for W passes, where
+    the plan lets them.
 
     Args:
         job: with experts.
         gpu: of whose rates copies take theirs.
         price: of products, kernels and messages.
     """
-    shape, rows = shape_of(job), routed_tokens(job)
+    shape, n, strategy = shape_of(job), plan.chunks, plan.strategy
     linears = [one for one in experts(without_chunks(job)).linears if one.expert]
-    own = linears[0].weights
-    gathers = job.moe_token_dispatcher_type == "allgather"
-    sends = job.with_(moe_token_dispatcher_type="alltoall")
-    rate = exchange_rate(sends, gpu)
-    slower = 1.0 if rate == inf else exchange_rate(job, gpu) / rate
-
-    def costs(plan: LayerPlan) -> ChunkTimes:
-        chunk = -(-rows // plan.chunks)
-        own_messages = gathers and not plan.stock  # all-to-alls in place of the dispatcher's
-        routing = _routing(sends if own_messages else job, chunk)
-        sent = routing.expert_bytes * (slower if own_messages else 1)
-        message = price(Part((), work=Work(expert_bytes=sent)))[0] / 2
-        activation, launched = _activation(job, chunk, shape.ffn), of_experts(job, own)
-        fc1, fc2 = (one._replace(rows=chunk) for one in linears)
-        whole = price(Part(tuple(linears)))[2]
-        if plan.chunks > 1:  # the rows of all chunks are joined before: read and written
-            joined = 2 * rows * shape.element_bytes * sum(x.inputs + x.outputs for x in linears)
-            whole += price(Part((), work=Work(moved=joined)))[0]
-        f, b, w = price(Part((fc1, fc2), work=activation.plus(launched)))
-        again = price(Part((fc1,), work=activation.plus(launched.half())))[0]
-        moved = routing.moved / 4  # rows read and written by each of pack, sort, unsort and add
-
-        def local(kernels: Local, times: int = 1) -> Local:
-            seconds = [
-                price(Part((), work=Work(moved=times * moved, kernels=count)))[0]
-                for count in kernels[1:]
-            ]
-            return Local(price(Part((), work=Work(kernels=kernels.split)))[0], *seconds)
-
-        forward, backward = _STOCK if plan.stock else _OURS
-        if not plan.stock:
-            forward = forward._replace(split=_ONCE / plan.chunks)
-        given = copied_bytes(shape, chunk, Strategy.S3)  # the input alone
-        inside = copied_bytes(shape, chunk, Strategy.S2)
-        return ChunkTimes(
-            *(message, message, f, b, w, whole, again, price(Part((), work=activation))[0]),
-            given / gpu.to_host,
-            inside / gpu.to_host,
-            given / gpu.to_device,
-            inside / gpu.to_device,
-            *(local(forward), local(backward), local(_AGAIN)),
-        )
-
-    return costs
+    rows = -(-routed_tokens(job) // n)
+    sends, slower = job, 1.0
+    if job.moe_token_dispatcher_type == "allgather" and not plan.stock:
+        sends = job.with_(moe_token_dispatcher_type="alltoall")
+        rate = exchange_rate(sends, gpu)
+        slower = 1.0 if rate == inf else exchange_rate(job, gpu) / rate
+    chunk = _Chunk(sends, rows, slower, linears, price)
+    activation, launched = _activation(job, rows, shape.ffn), of_experts(job, linears[0].weights)
+    f, b, w = chunk.products(more=activation.plus(launched))
+    again = {
+        Restore.RECOMPUTE: chunk.products(1, activation.plus(launched.half()))[0],
+        Restore.ACTIVATE: chunk.work(activation),
+    }
+    resends, message = strategy.input is Restore.RESEND, chunk.message()
+    there, back = _STOCK if plan.stock else _OURS
+    once = 0.0 if plan.stock else chunk.work(Work(kernels=_ONCE))
+    copied, late = copied_bytes(shape, rows, strategy), strategy.keeps_products
+    compute = f + chunk.around(there)
+    forward = once + pass_time(n, message, compute, message, saved=copied / gpu.to_host)
+    compute = b + again.get(strategy.inside, 0.0) + (0.0 if late else w)
+    compute += chunk.around(back + resends * _AGAIN, 1.5 if resends else 1.0)
+    sent = message * (1 + resends)
+    backward = pass_time(n, sent, compute, message, loaded=copied / gpu.to_device)
+    return LayerRun(forward, backward, _weights(chunk, job, n) if late else 0.0)
 
 
-def job_run(job: Job, gpu: Gpu, price: Price, plan: LayerPlan) -> LayerRun:
-    """One call of a MoE layer of the job by ``plan``, in seconds; weight gradients wait for W
-    passes, where the plan lets them."""
-    return run_layer(plan, job_costs(job, gpu, price), split=True)
+def _weights(chunk: _Chunk, job: Job, chunks: int) -> float:
+    """Weight gradients of all chunks at once, whose rows are joined before: read and written."""
+    rows = routed_tokens(job)
+    whole = chunk.price(Part(tuple(chunk.linears)))[2]
+    joined = 2 * rows * job.element_bytes * sum(x.inputs + x.outputs for x in chunk.linears)
+    return whole + (chunk.work(Work(moved=joined)) if chunks > 1 else 0.0)
 
 
 def chunk_gain(job: Job, runs: Runs, price: Price, kinds: str) -> tuple[float, float, float]:
@@ -163,68 +212,37 @@ def chunk_gain(job: Job, runs: Runs, price: Price, kinds: str) -> tuple[float, f
     plan = fixed_plan(job)
     if plan is None or "E" not in kinds:
         return (0.0, 0.0, 0.0)
-    ours, stock = runs(plan), runs(STOCK)
-    f, b = (
-        getattr(ours, name).makespan - getattr(stock, name).makespan
-        for name in ("forward", "backward")
-    )
+    f, b, w = (ours - stock for ours, stock in zip(runs(plan), runs(STOCK)))
     if job.recomputes("moe"):
         b += f
     if job.cheap_recompute or job.recomputes("moe_act"):  # otherwise than Megatron's layer
         work = _activation(job, routed_tokens(job), shape_of(job).ffn)
         b -= price(Part((), work=work))[0]
     count = kinds.count("E")
-    return (count * f, count * b, count * (ours.weights - stock.weights))
+    return (count * f, count * b, count * w)
 
 
 def variants(job: Job, runs_of: Runs) -> list[Job]:
     """The job with each plan of its MoE layers that is worth a search; Megatron's own first.
 
-    Of plans that keep everything the fastest, if it is faster than Megatron's layer; the fastest
-    that computes the activation function again; of those that restore the experts' input the
-    fastest, and the one that needs least memory. What
-    ``--moe-pipeline-chunks`` and ``--moe-memory-reuse`` fix stays fixed.
-
-    Raises:
-        PlanError: nothing keeps ``--moe-memory-budget``.
+    Of the plans that training tries (``moe.plan.candidates``) those that no other one beats in
+    time and memory. What ``--moe-pipeline-chunks`` and ``--moe-memory-reuse`` fix stays fixed.
     """
-    if not has_experts(job) or job.moe_pipeline_chunks == "off":
+    if not has_experts(job) or job.moe_pipeline_chunks == "off" or fixed_plan(job) is not None:
         return [job]
-    if obstacle(job, "none") is not None or fixed_plan(job) is not None:
+    if without_chunks_because(job) or job.recipe == "delayed":
         return [job]
-    plans, in_flight = allowed_plans(job), calls(job)
-    runs = {plan: runs_of(plan) for plan in plans}
-    sizes = {plan: job_footprint(job, plan, in_flight).peak_bytes for plan in plans}
-    keeping = [plan for plan in plans if plan.strategy is Strategy.NONE]
-    activating = [plan for plan in plans if plan.strategy is Strategy.S0]
-    restoring = [plan for plan in plans if not plan.strategy.keeps_products]
-    found = [STOCK] if STOCK in plans else []
-    if keeping:
-        best = min(keeping, key=lambda plan: runs[plan].time)
-        if STOCK not in plans or runs[best].time < (1 - MARGIN) * runs[STOCK].time:
-            found.append(best)
-    if activating:
-        found.append(min(activating, key=lambda plan: (runs[plan].time, sizes[plan])))
-    if restoring:
-        fastest = min(restoring, key=lambda plan: (runs[plan].time, sizes[plan]))
-        least = min(restoring, key=lambda plan: (sizes[plan], runs[plan].time))
-        found += [fastest, *([] if least == fastest else [least])]
-    return [with_plan(job, plan) for plan in dict.fromkeys(found)]
-
-
-def allowed_plans(job: Job) -> list[LayerPlan]:
-    """The plans that the job's flags leave open and its other settings allow, simplest first.
-
-    Raises:
-        PlanError: nothing keeps ``--moe-memory-budget``.
-    """
-    plans = open_plans(job.moe_pipeline_chunks, job.moe_memory_reuse)
-    plans = [plan for plan in plans if obstacle(job, plan.strategy.value) is None]
-    if obstacle(job, "none") is not None:
-        plans = [STOCK]
-    if job.moe_memory_budget is None:
-        return plans
-    return within(job, plans, routed_tokens(job), calls(job))
+    shape, rows, in_flight = shape_of(job), routed_tokens(job), calls(job)
+    found: dict[LayerPlan, tuple[float, int]] = {}
+    for plan in open_plans(job):
+        time, kept = runs_of(plan).time, saved_bytes(shape, rows, plan.strategy)
+        nbytes = in_flight * kept + buffer_bytes(shape, rows, plan)
+        restores = plan.strategy is not Strategy.NONE  # without, buffers alone are smaller
+        if all(
+            time < (1 - MARGIN) * t or (restores and nbytes < size) for t, size in found.values()
+        ):
+            found[plan] = time, nbytes
+    return [with_plan(job, plan) for plan in found]
 
 
 def layers_of_rank(job: Job) -> int:

@@ -106,7 +106,7 @@ class WeightGradStore:
         self.followed_by: Mapping[Hashable, Hashable] = {}
         """For B passes with a W pass directly after them on this rank: the keys of both."""
         self.fused_experts: Callable[[], bool] = bool
-        """True where experts compute their weight gradients in B (docs/concepts/moe-runtime.md)."""
+        """True where experts compute their weight gradients in B."""
 
     def __len__(self) -> int:
         """Number of passes whose weight gradients are still owed."""

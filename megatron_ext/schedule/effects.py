@@ -27,8 +27,6 @@ CARRIED: dict[Operation, Operation] = {op: kind for kind, ops in MESSAGES.items(
 DEVICE: dict[Operation, int] = {Op.F: 1, Op.W: -1, Op.BW: -1, Op.RELEASE: -1, Op.PREPARE: 1}
 # The same on the host, for sets that are offloaded.
 HOST: dict[Operation, int] = {Op.OFFLOAD: 1, Op.B: -1, Op.BW: -1}
-# Microbatches between their forward and their backward pass, wherever their sets are.
-CALLS: dict[Operation, int] = {Op.F: 1, Op.B: -1, Op.BW: -1}
 FREES = frozenset({Op.W, Op.BW})
 
 Table = Mapping[Operation, int]
@@ -149,11 +147,6 @@ def peak_sets(
     if not any(action.op in FREES for row in ranks for action in passes(row)):
         return [0] * len(ranks)
     return [peak(steps(row, DEVICE, sizes)) for row in ranks]
-
-
-def peak_calls(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
-    """Most passes of each rank whose B (or BW) has not run, wherever their sets are."""
-    return [peak(steps(row, CALLS)) for row in ranks]
 
 
 def peak_host_sets(

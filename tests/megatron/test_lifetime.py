@@ -11,7 +11,7 @@ results = case_results("megatron.cases.lifetime_cases")
 
 def test_every_door_leaves_the_process_as_it_was(results: Cases) -> None:
     for rank in results["given back"]:
-        assert len(rank) == 11
+        assert len(rank) == 10
         assert {name: changed for name, changed in rank.items() if changed} == {}
 
 
@@ -40,7 +40,7 @@ def test_a_function_works_beside_enable(results: Cases) -> None:
 @pytest.mark.matrix  # torch.compile takes seconds
 @pytest.mark.parametrize(
     "case",
-    ["compiled", "compiled-slices", "compiled-router", "compiled-experts", "compiled-offload"],
+    ["compiled", "compiled-slices", "compiled-router", "compiled-offload"],
 )
 def test_compiled_layers_leave_weight_gradients_to_w(results: Cases, case: str) -> None:
     for rank in results[case]:
@@ -61,14 +61,14 @@ def test_replicas_with_other_counts_do_not_wait_for_each_other(results: Cases) -
 
 
 def test_experts_know_where_steps_begin(results: Cases) -> None:
-    """Whichever way leads to the schedule: the arena has its size, by what the plan has in flight,
-    and ``auto`` tries another plan in each step."""
+    """Whichever way leads to the schedule: the arena has its size, and ``auto`` tries a plan for
+    three steps."""
+    plans = ["4 chunks, none"] * 3 + ["2 chunks, none"]
     for rank in results["experts"]:
-        assert rank["enable", "s3"] == rank["function", "s3"]
-        sized, beyond, asked = rank["enable", "s3"]
-        assert sized and beyond is None
-        assert len(asked) == 1 and asked[0][0] == asked[0][1] > 0
-        assert rank["enable", "auto"] == rank["function", "auto"] == [(3, 16)]
+        for door in ("enable", "function"):
+            assert rank[door, "s3"] is True
+            # After a step the plan is that of the next one.
+            assert rank[door, "auto"] == plans[1:] + plans[3:]
 
 
 def test_pipelines_that_exchange_tokens_have_the_same_options(results: Cases) -> None:
@@ -104,14 +104,6 @@ def test_a_v_returns_losses_once(results: Cases) -> None:
     means = [row[2] for row in first]
     assert means == [row[2] for row in second] and means[0] == means[1] == means[2]
     assert 3.5 < means[0] < 5.5  # near the logarithm of the vocabulary, not twice as much
-
-
-def test_a_flag_for_experts_says_that_a_dense_model_has_none(results: Cases) -> None:
-    for rank, found in enumerate(results["dense"]):
-        for schedule in ("zb-h1", None):
-            count, text = found[schedule]
-            assert count == (rank == 0)
-            assert rank or "--moe-pipeline-chunks 2 has no effect on a model without MoE" in text
 
 
 def test_the_watchdog_waits_as_long_as_the_trainers_groups(results: Cases) -> None:

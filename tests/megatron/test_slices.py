@@ -17,7 +17,6 @@ import torch
 
 from megatron_ext.integration import ConfigError, saved_parameters
 from megatron_ext.integration.feature import Run
-from megatron_ext.integration.features.moe.flags import of_whole
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.slice_count import with_slices
 from megatron_ext.integration.features.slices import Slices
@@ -573,16 +572,6 @@ def test_every_microbatch_is_cut_for_its_own_length() -> None:
         keys = torch.zeros(3, 1, 1, 4)
         with pytest.raises(ConfigError, match="slice 0/0 has tokens 0 to 2 of 4, and a layer has"):
             attended(slicing, object(), keys, keys)
-
-
-def test_slices_in_flight_are_parts_of_microbatches() -> None:
-    """Of which experts in chunks count what they keep."""
-    whole = generate("1f1b", 2, 4, effort=0)
-    assert of_whole([5, 2], whole) == [5, 2]
-    cut = Cut.of(16, 4, Fraction(1, 2), 1, False)
-    sliced = generate("1f1b", 2, 4, costs=cut.costs(Costs(), 4), slices=4, effort=0)
-    most = -(-5 * max(cut.lengths) // 16)
-    assert of_whole([5, 1], sliced) == [most, 1] and most < 5
 
 
 def test_no_slice_is_lost_where_the_first_call_overwrites(monkeypatch: Any) -> None:

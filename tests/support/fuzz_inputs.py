@@ -21,8 +21,6 @@ from typing import Any
 from megatron_ext._input import parse_bytes
 from megatron_ext.commands.common import Parser, verify
 from megatron_ext.commands.options import declare_schedule
-from megatron_ext.moe import cost_file
-from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.plan.layout import Split, read_layout
 from megatron_ext.plan.profile import Profile
 from megatron_ext.schedule import (
@@ -140,16 +138,6 @@ def _profile(data: bytes) -> None:
         raise Fault(f"microbatches of {profile.micro_batch_size}")
 
 
-def _moe_costs(data: bytes) -> None:
-    found = cost_file.load(_file("moe.json", data))
-    for plans in found.times.values():
-        for plan, time in plans.items():
-            if not 0 < time < float("inf") or plan.chunks < 1:
-                raise Fault(f"{plan} takes {time} ms a token")
-    if cost_file.parse(found.dump()) != found:
-        raise Fault("what is written is not what is read")
-
-
 def _traces(data: bytes) -> None:
     """Both ranks' files in one input, with a line of three dashes between them."""
     folder = _folder() / "traces"
@@ -243,15 +231,12 @@ def bare_targets() -> dict[str, Target]:
         "to_host": 2.1e10,
         "model": {"hidden_size": 64},
     }
-    plans = [LayerPlan(), LayerPlan.of(4, "s1", 3)]
-    costs = cost_file.Costs("MoE", {4607: dict.fromkeys(plans, 0.5)})
     flags = ("cost\n1,0.98,1/2,1e-3", "cap\n0.5", "bytes\n1.5GiB", "time\n0.25,0.3")
     flags += ("line\n--pp 2 --microbatches 3 --group-size 1", "layout\nE(t*2)*2|tttt,L")
     found = [
         Target("schedule", tuple(_bytes(order.to_json()) for order in orders), _json),
         Target("stage-costs", (_bytes({"stages": [[1, 2, 0.5]] * 4}),), _stage_costs),
         Target("profile", (_bytes(profile),), _profile),
-        Target("moe-costs", (costs.dump().encode(),), _moe_costs),
         Target("traces", (_trace_seed(),), _traces),
         Target("flags", tuple(flag.encode() for flag in flags), _flags),
     ]

@@ -23,15 +23,12 @@ from tests.megatron.cases.moe_layers import Traced, build, chunked, config_of, d
 # isort: split
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_ext.integration.features.moe.choice import ChosenMoE
-from megatron_ext.integration.features.moe.layer import FixedPolicy, LayerStep
-from megatron_ext.moe.autotune import SearchSpace
+from megatron_ext.integration.features.moe.layer import LayerStep
 from megatron_ext.moe.buffers import Record
 from megatron_ext.moe.exchange import Exchange
-from megatron_ext.moe.plan import STOCK, LayerPlan
+from megatron_ext.moe.plan import STOCK, LayerPlan, candidates
 from megatron_ext.moe.region import Region
 from tests.megatron.cases import quantized
 from tests.megatron.cases.fake_deep_ep import Buffer
@@ -63,17 +60,16 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     results: dict[Any, Any] = {"stock": run_layer(layer, x, dy, padding)}
     results["fused", 0], Buffer.calls[:] = list(Buffer.calls), []
     before = moe_layers.shapes(layer)
-    fixed = FixedPolicy(STOCK)
-    with chunked(fixed, min_bytes=1):
+    with chunked(min_bytes=1) as ours:
         for chunks, strategy in case.get("ways", WAYS):
-            fixed.plan = LayerPlan.of(chunks, strategy)
+            ours.plan = LayerPlan.of(chunks, strategy)
             with moe_layers.Traced() as traced:
                 results[chunks, strategy] = run_layer(layer, x, dy, padding)
             results["trace", chunks, strategy] = traced.calls
             results["fused", chunks], Buffer.calls[:] = list(Buffer.calls), []
         assert moe_layers.shapes(layer) == before
         plain = layer.moe_layer_recompute or config.moe_token_dispatcher_type == "flex"
-        fixed.plan = LayerPlan.of(4, "none" if plain else "s1")
+        ours.plan = LayerPlan.of(4, "none" if plain else "s1")
         with torch.no_grad():
             results["no_grad"] = layer(x, padding_mask=padding)[0]
     return results
@@ -111,7 +107,6 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         config = config_of(case)
         module = Two(config)
         names = dict(module.named_parameters())
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
         ddp = moe_layers.DistributedDataParallelConfig(
             grad_reduce_in_fp32=not case.get("reduce_in_bf16"),
             overlap_grad_reduce=True,
@@ -122,14 +117,13 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         reduced = [0] * len(groups)
         for number, group in enumerate(groups):
             group.start_grad_sync = counted(group.start_grad_sync, reduced, number)
-        fixed = FixedPolicy(STOCK)
-        auto = kind == "ours" and case.get("auto")
-        policy = auto_policy(case) if auto else fixed
-        with chunked(policy, min_bytes=1) as ours, Traced() as traced:
+        auto = case.get("auto") if kind == "ours" else None
+        with chunked(auto or (STOCK,), min_bytes=1) as ours, Traced() as traced:
             for step, (chunks, strategy) in enumerate(steps):
-                policy.begin_step(LayerStep([model], pipeline, (), 2, 0, training=True))
-                if kind == "ours" and not auto:
-                    fixed.plan = LayerPlan.of(chunks, strategy)
+                this = LayerStep([model], (dist.group.WORLD,), 1, training=True)
+                ours.begin_step(this)
+                if kind == "ours" and auto is None:
+                    ours.plan = LayerPlan.of(chunks, strategy)
                 model.zero_grad_buffer()
                 moe_layers.Products.count = 0
                 for microbatch in range(2):
@@ -138,7 +132,8 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                     with context:
                         model(x.requires_grad_()).backward(dy)
                 found[kind, step, "products"] = moe_layers.Products.count
-                found[kind, step, "plan"] = chunks, strategy
+                found[kind, step, "plan"] = ours.plan.chunks, ours.plan.strategy.value
+                ours.end_step(this)
                 before = list(reduced)
                 model.finish_grad_sync()
                 found[kind, step] = {n: p.main_grad.clone() for n, p in names.items()}
@@ -150,19 +145,8 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 found["arena used"] = ours.memory.engine.arena.used_bytes
             if auto:
                 found["trace"] = traced.calls
-                tuners = [kind.tuner for kind in policy.kinds()]
-                found["summary"] = [line for tuner in tuners for line in tuner.summary()]
-                found["costs"] = [tuner.costs for tuner in tuners]
+                found["chosen"] = ours.plan
     return found
-
-
-def auto_policy(case: dict[str, Any]) -> ChosenMoE:
-    """The flags' policy, for a pipeline of one stage with two microbatches in flight."""
-    return ChosenMoE(
-        SearchSpace.of(*case.get("space", ())),
-        case["budget"],
-        lambda ranks, chunks, microbatches, plan: [microbatches],
-    )
 
 
 def precision(case: dict[str, Any]) -> dict[str, Any]:
@@ -176,11 +160,10 @@ def precision(case: dict[str, Any]) -> dict[str, Any]:
     reference = run_layer(exact, x.double(), dy.double())
     ddp = moe_layers.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = moe_layers.DistributedDataParallel(config, ddp, layer)
-    fixed = FixedPolicy(STOCK)
     found: dict[str, Any] = {}
-    with chunked(fixed):
+    with chunked() as ours:
         for way in case["ways"]:
-            fixed.plan = LayerPlan.of(*way)
+            ours.plan = LayerPlan.of(*way)
             model.zero_grad_buffer()
             model(x.clone().requires_grad_())[0].backward(dy)
             errors = []
@@ -247,11 +230,10 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
     config = config_of(case)
     layer = build(config)
     x, dy = data(case, config)
-    fixed = FixedPolicy(STOCK)
     found: dict[str, Any] = {}
-    with chunked(fixed, min_bytes=1) as ours:
+    with chunked(min_bytes=1) as ours:
         for way in case["ways"]:
-            fixed.plan = LayerPlan.of(*way)
+            ours.plan = LayerPlan.of(*way)
             watched = Watched(layer)
             with watched():
                 y, _ = layer(x.clone().requires_grad_())
@@ -278,7 +260,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
 SOME = [(1, "s4"), (3, "none"), (3, "s0"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
 QUANTIZED = [(1, "none"), (1, "s4"), (3, "none"), (3, "s0"), (3, "s3"), (3, "s4")]
-AUTO_STEPS = [(0, "auto")] * 12
+AUTO_STEPS = [(0, "auto")] * 20
 STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s0")]
 _CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
 _BIAS = {
@@ -417,40 +399,19 @@ CASES: dict[str, dict[str, Any]] = {
         "steps": STEPS,
         "config": {"gradient_accumulation_fusion": True},
     },
-    # One group of experts, since each group decides for itself.
     "auto": {
         "world": 2,
         "ep": 2,
         "run": train,
-        "auto": True,
-        "budget": None,
+        "auto": candidates(),
         "steps": AUTO_STEPS,
         "config": {"gradient_accumulation_fusion": True},
-    },
-    "auto-in-a-budget": {
-        "world": 2,
-        "ep": 2,
-        "run": train,
-        "auto": True,
-        "budget": 100_000,
-        "steps": AUTO_STEPS,
-    },
-    # Rows and bytes are measured; Megatron's own layer fits.
-    "auto-in-a-large-budget": {
-        "world": 2,
-        "ep": 2,
-        "run": train,
-        "auto": True,
-        "budget": 10_000_000,
-        "steps": AUTO_STEPS,
     },
     "auto-recompute": {
         "world": 2,
         "ep": 2,
         "run": train,
-        "auto": True,
-        "space": ("auto", "none"),
-        "budget": None,
+        "auto": candidates("auto", "none"),
         "steps": AUTO_STEPS,
         "config": _RECOMPUTED,
     },

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ext import cpu
@@ -44,8 +44,9 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  #
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE  # noqa: E402
+from megatron_ext.integration.features.moe.layer import PipelinedMoE  # noqa: E402
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
+from megatron_ext.moe.plan import STOCK, LayerPlan  # noqa: E402
 
 
 class Products:
@@ -243,9 +244,9 @@ def shapes(layer: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def chunked(policy: FixedPolicy, **options: Any) -> Any:
-    """Megatron's MoE layers under a policy."""
-    ours = PipelinedMoE(policy, **options)
+def chunked(plans: Sequence[LayerPlan] = (STOCK,), **options: Any) -> Any:
+    """Megatron's MoE layers under the first of ``plans``, or by the tuner where there are more."""
+    ours = PipelinedMoE(plans, **options)
     hooks = Hooks(package_info.__version__)
     hooks.apply(ours.hooks())
     try:

@@ -18,7 +18,7 @@ os.environ["MEGATRON_EXT_OFFLOAD_MIN_BYTES"] = "1"
 from tests.megatron.cases import wgrad_cases
 
 # isort: split
-from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
+from megatron_ext.integration.features.moe.layer import PipelinedMoE
 from megatron_ext.integration.features.offload import measure
 from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.offload_request import OffloadRequest
@@ -114,7 +114,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     def hook(store: Any) -> None:
         if case["moe"] is not None:
-            made.append(PipelinedMoE(FixedPolicy(LayerPlan.of(*case["moe"])), store, min_bytes=1))
+            made.append(PipelinedMoE([LayerPlan.of(*case["moe"])], store, min_bytes=1))
             hooks.apply(made[0].hooks())
 
     patched = {"global_names": global_names, "Installation": WithMoE}

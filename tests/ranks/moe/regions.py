@@ -36,12 +36,11 @@ class Store:
 
     Attributes:
         parts: (input, output gradient) of each chunk, the last one first, by weight.
-        held_bytes: of these when ``gradients`` is called.
     """
 
     def __init__(self) -> None:
         self.parts: dict[Any, list[tuple[Any, Any]]] = {}
-        self.held_bytes = self.calls = 0
+        self.calls = 0
 
     def suspended(self) -> Any:
         raise AssertionError("only where rows are not kept")
@@ -59,9 +58,6 @@ class Store:
 
     def gradients(self, parameters: Any) -> Any:
         self.calls += 1
-        tensors = [t for parts in self.parts.values() for pair in parts for t in pair]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-        self.held_bytes = sum(storages.values())
         found = []
         for parameter in parameters:
             gradient = torch.zeros_like(parameter)
@@ -147,7 +143,6 @@ def run(
     chunks: int,
     strategy: str,
     layers: int = 1,
-    lookahead: int = 2,
     between: Callable[[], object] = lambda: None,
     tokens: int = TOKENS,
 ) -> dict[str, Any]:
@@ -157,7 +152,7 @@ def run(
     x, p = hidden.requires_grad_(), probs.requires_grad_()
     out = x
     for _ in range(layers):
-        out = out + region(out, p, chosen, LayerPlan.of(chunks, strategy, lookahead))
+        out = out + region(out, p, chosen, LayerPlan.of(chunks, strategy))
     between()
     gradients = torch.autograd.grad(out.square().sum(), [x, p, *region.parameters])
     names = ("out", "x", "p", "up", "down", *range(len(gradients)))

@@ -1,4 +1,4 @@
-"""Launches of a call, sums of rows without atomics, sums of gradients."""
+"""Launches that the planner counts, sums of rows without atomics, sums of gradients."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.moe.buffers import Memory
-from megatron_ext.moe.exchange import Exchange, Groups, HostCopy, Row, sum_rows
-from megatron_ext.moe.graph import GradientSums, kept_bytes_per_row
+from megatron_ext.moe.exchange import Exchange, Groups, HostCopy, sum_rows
+from megatron_ext.moe.graph import GradientSums
 from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.moe.region import Region
 from megatron_ext.offload.device import CpuDevice
 from megatron_ext.plan import moe_times
 from tests.ranks.moe.regions import (
     EXPERTS,
-    FFN,
     WIDTH,
-    Experts,
     batch,
 )
 
@@ -57,43 +55,6 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_launches_a_chunk(make: Callable[..., Region], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 25 a chunk in each direction, the stub experts' among them; and of what stands
-    between the wait for the counts and the first message, nothing but gathers."""
-    counts: dict[int, tuple[int, int]] = {}
-    for chunks in (4, 8):
-        region = make()
-        hidden, probs, chosen = batch()
-        x, p = hidden.requires_grad_(), probs.requires_grad_()
-        with Operations() as forward:
-            out = region(x, p, chosen, LayerPlan.of(chunks))
-        with Operations() as backward:
-            torch.autograd.grad(out, [x, p, *region.parameters], torch.ones_like(out))
-        counts[chunks] = len(forward.names), len(backward.names)
-    experts = 4 * EXPERTS + 2, 11 * EXPERTS + 2  # the stub's, one after the other
-    for few, many, own in zip(counts[4], counts[8], experts):
-        assert (many - few) / 4 - own <= 15, counts
-    first: list[str] = []
-    region = make()
-    original = HostCopy.wait, Exchange.send
-    with Operations() as seen:
-
-        def wait(self: Any) -> Any:
-            found = original[0](self)
-            seen.names.clear()
-            seen.waited = True
-            return found
-
-        def send(self: Any, *args: Any) -> Any:
-            first.append(" ".join(seen.names)) if not first else None
-            return original[1](self, *args)
-
-        monkeypatch.setattr(HostCopy, "wait", wait)
-        monkeypatch.setattr(Exchange, "send", send)
-        region(x, p, chosen, LayerPlan.of(4))
-    assert first == ["index_select index_select copy_"]
-
-
 def test_the_planner_counts_the_launches(
     make: Callable[..., Region], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,9 +86,9 @@ def test_the_planner_counts_the_launches(
     assert 2 * four[0] - eight[0] == moe_times._ONCE
     experts = 2 * EXPERTS + 4  # the stub's products, two joins, the activation, probabilities
     forward, backward = ((many - few) / 4 for few, many in zip(four, eight))
-    assert forward - experts == sum(moe_times._OURS[0][1:])
+    assert forward - experts == moe_times._OURS[0]
     resent = (launches(8, "s2")[1] - launches(4, "s2")[1]) / 4
-    assert resent - backward == sum(moe_times._AGAIN[1:])
+    assert resent - backward == moe_times._AGAIN
 
 
 def test_what_the_exchange_of_counts_reads_lives_until_the_wait(
@@ -147,9 +108,9 @@ def test_what_the_exchange_of_counts_reads_lives_until_the_wait(
     exchange.groups, exchange.experts = Groups(None, None, None), 4
     exchange.ep_size, exchange.ep_rank, exchange.tp_size, exchange.tp_rank = 2, 0, 1, 0
     exchange.local_experts = 2
-    counted = exchange.count(torch.tensor([[True, False, True, False]] * 4), 2, 2)
+    counted = exchange.count(torch.tensor([[True, False, True, False]] * 4), 2)
     assert read[0]() is not None  # what is computed next may not take its memory
-    assert counted.host.sum() == 16
+    assert counted.host.wait().sum() == 16
     assert alive == [True]
     assert read[0]() is None
 
@@ -220,25 +181,6 @@ def test_sums_of_rows(dtype: torch.dtype) -> None:
     assert torch.equal(found, sum_rows(strided[:, :width], places, starts))
     empty = sum_rows(rows[:0], places[:0], torch.zeros(3, dtype=torch.int32))
     assert empty.shape == (3, width) and not empty.any()
-
-
-def test_kept_bytes_are_those_of_a_row() -> None:
-    """tanh's output, times the probability, and that probability; weights do not count."""
-    module = Experts()
-    found = kept_bytes_per_row(
-        module, list(module.parameters()), EXPERTS, torch.zeros(1, WIDTH), torch.float32
-    )
-    assert found == 2 * FFN * 4
-
-
-def test_rows_keep_their_fields_apart() -> None:
-    row = Row((3, torch.bfloat16), (2, torch.float32), (1, torch.float64))
-    assert row.nbytes == 16 + 16 + 16
-    buffer = torch.zeros(5 * row.nbytes, dtype=torch.uint8)
-    a, b, c = row.view(buffer, 5)
-    a.fill_(1.5), b.fill_(2.5), c.fill_(3.5)
-    assert {float(t.sum()) for t in row.view(buffer, 5)} == {5 * 3 * 1.5, 5 * 2 * 2.5, 5 * 3.5}
-    assert [len(t) for t in row.view(buffer, 0)] == [0, 0, 0]
 
 
 class TestGradientSums:

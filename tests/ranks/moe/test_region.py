@@ -10,28 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
+from megatron_ext.integration.features.moe.layer import PipelinedMoE
 from megatron_ext.integration.saved_parameters import with_parameters
 from megatron_ext.moe.buffers import Memory
-from megatron_ext.moe.passes import Backward, Forward
-from megatron_ext.moe.plan import (
-    LayerPlan,
-    LayerShape,
-    Step,
-    Strategy,
-    saved_bytes,
-    weight_gradient_bytes,
-)
+from megatron_ext.moe.plan import LayerPlan, Strategy
 from megatron_ext.moe.region import Region
-from megatron_ext.offload.device import CpuDevice
 from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.ranks.moe.regions import (
     EXPERTS,
-    FFN,
     RESTORING,
     TOKENS,
     WIDTH,
@@ -59,17 +48,6 @@ def test_against_a_dense_layer(make: Callable[..., Region], chunks: int) -> None
     wanted["p"] = wanted["p"] * chosen  # the others are not looked at
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
-
-
-@pytest.mark.parametrize("lookahead", [1, 3, 5])
-def test_other_orders_change_nothing(make: Callable[..., Region], lookahead: int) -> None:
-    """Chunks in other slots, five of them all dispatched first, while copies start late."""
-    for strategy in ("none", *RESTORING):
-        faults = Faults(delay=lambda direction: 0.002, poison=True)
-        region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
-        wanted = run(make(), 5, strategy, layers=2)
-        found = run(region, 5, strategy, layers=2, lookahead=lookahead)
-        assert equal(found, wanted), strategy
 
 
 def test_slow_copies_change_nothing(make: Callable[..., Region]) -> None:
@@ -185,49 +163,13 @@ def test_products_of_a_backward_pass(
         assert equal(found, wanted)
 
 
-class Inner(TorchDispatchMode):
-    """At each product of matrices, how many rows of the experts' inner width exist."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.rows: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        # A weight and its gradient have the width's rows.
-        if isinstance(out, torch.Tensor) and out.shape[1:] == (FFN,) and len(out) != WIDTH:
-            storage = out.untyped_storage()
-            rows = storage.nbytes() // (FFN * out.itemsize)
-            self._live[storage._cdata] = StorageWeakRef(storage), rows
-        if func is torch.ops.aten.mm.default:
-            self._live = {k: one for k, one in self._live.items() if not one[0].expired()}
-            self.rows.append(sum(rows for _, rows in self._live.values()))
-        return out
-
-
-@pytest.mark.parametrize("strategy", ["s3", "s4"])
-def test_what_is_computed_again_goes_as_backward_proceeds(
-    make: Callable[..., Region], strategy: str
-) -> None:
-    """Of four experts behind each other, the last one in backward has only its own rows: the
-    activation function's output, what is saved of that, and a gradient."""
-    sizes = batch()[2].sum(dim=0).tolist()
-    assert WIDTH not in sizes
-    region, mode = make(module=OneByOne()), Inner()
-    with contextlib.ExitStack() as stack:
-        run(region, 1, strategy, between=functools.partial(stack.enter_context, mode))
-    assert max(mode.rows) >= 2 * sum(sizes)  # once all is computed again
-    assert mode.rows[-1] <= 4 * sizes[0] < 2 * sum(sizes)
-
-
 @pytest.mark.parametrize("chunks", [2, 5])
 @pytest.mark.parametrize("strategy", ["none", "s0"])
 def test_weight_gradients_once_for_all_chunks(
     make: Callable[..., Region], strategy: str, chunks: int
 ) -> None:
     """One product a weight, over the rows of all chunks in their order, when the last chunk's input
-    gradients are on their way; until then the formula's bytes are held."""
+    gradients are on their way."""
     wanted = run(make(), chunks, strategy)
     module, store = Experts(), Store()
     module.up.store = module.down.store = store
@@ -242,11 +184,6 @@ def test_weight_gradients_once_for_all_chunks(
         assert torch.equal(found[name], wanted[name])
     for name in ("up", "down"):
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
-    rows, plan = 2 * TOKENS, LayerPlan.of(chunks, strategy)
-    shape = LayerShape(WIDTH, FFN, gated=False, element_bytes=4, kept_bytes=FFN * 4)
-    more, joined = weight_gradient_bytes(shape, rows, plan)
-    assert store.held_bytes == saved_bytes(shape, rows, plan.strategy) + more
-    assert joined == 4 * rows * (WIDTH + FFN)
 
 
 @pytest.mark.parametrize("strategy", ["none", "s4"])
@@ -316,32 +253,6 @@ def test_nothing_is_kept_without_gradients(make: Callable[..., Region]) -> None:
     torch.testing.assert_close(out, dense(region, hidden, probs).detach(), rtol=1e-4, atol=1e-4)
 
 
-class Counting(CpuDevice):
-    """Adds up what is allocated."""
-
-    allocated = 0
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        self.allocated += nbytes
-        return super().allocate(nbytes)
-
-
-def test_evaluation_holds_slots_of_the_ring_whatever_the_strategy(
-    make: Callable[..., Region],
-) -> None:
-    """All chunks share them; nothing is allocated for one chunk."""
-    sizes = set()
-    for strategy in Strategy:
-        device = Counting()
-        region = make(Memory(device, min_bytes=1))
-        hidden, probs, chosen = batch()
-        with torch.no_grad():
-            region(hidden, probs, chosen, LayerPlan(4, strategy))
-        assert region.memory.ring.nbytes == device.allocated, strategy
-        sizes.add(device.allocated)
-    assert len(sizes) == 1 and sizes != {0}
-
-
 @pytest.mark.parametrize("grad", [False, True])
 def test_experts_are_called_for_chunks_with_rows_only(
     make: Callable[..., Region], grad: bool
@@ -373,38 +284,6 @@ def test_backward_runs_once(make: Callable[..., Region]) -> None:
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward pass twice"):
         out.backward()
-
-
-def test_wrong_shapes_are_named(make: Callable[..., Region]) -> None:
-    hidden, probs, chosen = batch()
-    with pytest.raises(ValueError, match=r"\(39, 4\).*must be \(40, 4\)"):
-        make()(hidden, probs[1:], chosen, LayerPlan(2))
-
-
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 5])
-def test_what_is_planned_is_what_runs(
-    make: Callable[..., Region], monkeypatch: pytest.MonkeyPatch, lookahead: int
-) -> None:
-    """Both passes issue the plan's operations and nothing else, in its order."""
-    issued: dict[type, list[tuple[Step, int]]] = {Forward: [], Backward: []}
-
-    def noting(kind: type, step: Step, original: Callable[[Any, int], None]) -> Any:
-        def call(self: Any, i: int) -> None:
-            issued[kind].append((step, i))
-            original(self, i)
-
-        return call
-
-    for kind in issued:
-        for step in Step:
-            name = f"_{step.value}"
-            if hasattr(kind, name):
-                monkeypatch.setattr(kind, name, noting(kind, step, getattr(kind, name)))
-    run(make(), 5, "s1", lookahead=lookahead)
-    planned = list(LayerPlan.of(5, "s1", lookahead).operations())
-    backward_only = (Step.FETCH, Step.WEIGHTS)
-    assert issued[Forward] == [(step, i) for step, i in planned if step not in backward_only]
-    assert issued[Backward] == [(step, 4 - i) for step, i in planned]
 
 
 class _Overwriting(torch.autograd.Function):
@@ -456,7 +335,7 @@ def test_parameters_that_take_the_place_of_others_are_trained(group: Any) -> Non
     layer.experts = Experts()
     layer.config = SimpleNamespace(moe_token_dispatcher_type="alltoall", num_moe_experts=EXPERTS)
     layer.token_dispatcher = SimpleNamespace(ep_group=group, tp_ep_group=group, tp_size=1)
-    layers, device = PipelinedMoE(FixedPolicy(LayerPlan.of(2))), torch.device("cpu")
+    layers, device = PipelinedMoE([LayerPlan.of(2)]), torch.device("cpu")
     first = layers._region(layer, device)
     assert layers._region(layer, device) is first
     layer.load_state_dict(Experts().state_dict(prefix="experts."), assign=True)

@@ -37,8 +37,3 @@ def test_plan_prints_the_flags_where_they_help(run):
     text = run("plan", *words, *given.split())[1]
     assert f"  {given}\n" in text
     assert "an MoE layer takes" in text and f"{best['step_ms']:.1f}" in text
-    # Where training would refuse chunks, none are proposed.
-    line = f"{MODEL} --use-distributed-optimizer --moe-shared-expert-overlap"
-    words = shlex.split(f"{SIZES} {FAST}")
-    data = json.loads(run("plan", "--from-args", line, *words, "--json")[1])
-    assert data["chosen"]["moe"] == "-"

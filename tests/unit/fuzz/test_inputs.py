@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from megatron_ext._input import fraction, parse_json, read_text, shown
 from megatron_ext.cli import main
-from megatron_ext.moe import cost_file
 from megatron_ext.plan.profile import Profile
 from megatron_ext.schedule import NAMES, Costs, ScheduleError, check, generate
 from megatron_ext.schedule.costs import with_stage_file
@@ -82,8 +81,6 @@ def _valid() -> dict[str, Any]:
         (load, json.dumps({**_valid(), "microbatches": 10**9})),
         (load, json.dumps({**_valid(), "cost": {"hop": "1e999999999"}})),
         (Profile.load, '{"format": "megatron-ext-profile/1", "micro_batch_size": 1e400}'),
-        (cost_file.load, '{"format": "megatron-ext-moe-costs/2", "layers": "", '
-         '"times": [[1, 2, "none", 2, 1e999]]}'),
         (partial(with_stage_file, Costs()), '{"stages": [["1e-999999999", 1, 1]]}'),
     ],
 )  # fmt: skip

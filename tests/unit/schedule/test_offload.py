@@ -28,7 +28,7 @@ from megatron_ext.schedule import (
     lower,
     simulate,
 )
-from megatron_ext.schedule.effects import passes, peak_calls, peak_sets
+from megatron_ext.schedule.effects import passes
 from megatron_ext.schedule.generators.blocks import gis_peak
 from megatron_ext.schedule.io import from_json, load, save
 from megatron_ext.schedule.link import POLICIES
@@ -470,12 +470,3 @@ def test_pairs_that_share_a_switch() -> None:
     for pairs in ([[0, 0]], [[0, 1], [1, 2]], [[0, 4]], [[0]], [0, 1], [["a", 1]]):
         with pytest.raises(ValueError, match="two different ranks of 4 each"):
             Link.of(4, 1, pairs=pairs)  # type: ignore[arg-type]
-
-
-def test_calls_between_their_passes_count_wherever_their_sets_are() -> None:
-    """Offload moves a set, and what else a pass keeps until its backward pass stays in flight."""
-    plan = generate("1f1b", 4, 8)
-    assert peak_calls(plan.ranks) == peak_sets(plan.ranks) == [4, 3, 2, 1]
-    split = generate("zb-h2", 4, 8)  # W frees the set, B ends the call
-    assert all(a <= b for a, b in zip(peak_calls(split.ranks), peak_sets(split.ranks)))
-    assert peak_calls(split.ranks) != peak_sets(split.ranks)

@@ -18,10 +18,9 @@ from ...gradients import accumulate, finish, take
 from ...hooks import Hook
 from ...split_local import linear_hook
 from ...split_te import SplitStore, attach
-from .flags import NO_BIAS
 from .flex import FlexRegion, Streams
 
-__all__ = ["FlexRegion", "LayerExperts", "Region", "checkpoint", "region_of"]
+__all__ = ["ExpertGradients", "FlexRegion", "Region", "checkpoint", "region_of"]
 
 
 def region_of(
@@ -95,7 +94,7 @@ class LayerExperts:
                 self._again = now
         with context, _off(layer.experts, self._without):
             output, bias = layer.experts(rows, counts, probs)
-        NO_BIAS.require(bias is None, model=type(layer.experts).__name__)
+        assert bias is None, "experts with a bias behind combine: add --disable-bias-linear"
         result: torch.Tensor = output
         return result
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ....moe.exchange import chunk_rows
-from ....moe.plan import ExecutionPolicy, Step, Strategy
+from ....moe.plan import LayerPlan, Step, Strategy
 
 
 class FlexRegion:
@@ -38,7 +38,7 @@ class FlexRegion:
         hidden: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
-        policy: ExecutionPolicy,
+        plan: LayerPlan,
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Dispatch, compute and combine.
@@ -47,16 +47,18 @@ class FlexRegion:
             hidden: (tokens, width).
             probs: of each token for each expert, (tokens, experts).
             routing_map: which of them count, likewise, bool.
-            policy: gives the plan; without strategies that restore.
+            plan: without a strategy that restores.
             meanwhile: issues more computation, beside the first messages.
 
         Raises:
             RuntimeError: fewer tokens than chunks, for which the kernels are not made, or a
-                strategy that flags refuse.
+                strategy that restores.
         """
-        plan = policy.plan_for(0)
         if plan.strategy is not Strategy.NONE:
-            raise RuntimeError(f"chunks of the flex dispatcher keep everything, got {plan}")
+            raise RuntimeError(
+                f"chunks of the flex dispatcher keep everything, got {plan}; use "
+                "--moe-memory-reuse none, or --moe-token-dispatcher-type alltoall"
+            )
         sizes = chunk_rows(len(hidden), plan.chunks)
         if min(sizes) == 0:
             raise RuntimeError(

@@ -1,7 +1,5 @@
 """MPipeMoE inside Megatron: the routed part of every MoE layer, in chunks.
 
-See docs/concepts/moe-runtime.md.
-
 ``MoELayer.forward`` is replaced in its class. Routing, shared experts, latent projections and the
 layer's parameters are Megatron's own; what lies between dispatch and combine is ours. Wherever
 Megatron's own forward pass does the same, or is needed, it runs.
@@ -10,6 +8,7 @@ Megatron's own forward pass does the same, or is needed, it runs.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import time
 import weakref
@@ -17,70 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from ....moe.autotune import StepReport, Tuner
 from ....moe.buffers import Memory
-from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
+from ....moe.plan import LayerPlan, Strategy, saved_bytes
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback, Step
 from ...hooks import Hook, hooked
 from ...pipeline import groups_of_call, pipeline_group
-from ...targets import MOE_FORWARD, MOE_INIT, STEPS
-from ...utils import chunks_of, untraced
+from ...targets import MOE_FORWARD, STEPS
+from ...utils import chunks_of, device_of, gather_over, untraced
 from .experts import ExpertGradients, FlexRegion, Region, checkpoint, region_of
-from .flags import Sets, require_supported
+from .flags import layer_shape, require_supported
+
+logger = logging.getLogger(__name__)
 
 _STAGES = ["route", "expert_compute", "postprocess"]
-
-
-class CallTimer:
-    """Device time of one layer call, forward and backward, read when both are over.
-
-    On a GPU these are events on the streams of the passes, and nothing waits for them.
-
-    Args:
-        hidden: the layer's input.
-    """
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self._cuda, self.tokens = hidden.is_cuda, hidden.numel() // hidden.shape[-1]
-        self._points = list[Any]()
-
-    def _record(self, _: Any = None) -> None:
-        point: Any = time.perf_counter()
-        if self._cuda:
-            point = torch.cuda.Event(enable_timing=True)
-            point.record()
-        self._points.append(point)
-
-    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's input, to be used in its place."""
-        self._record()
-        hidden = hidden.view_as(hidden)
-        if hidden.requires_grad:
-            hidden.register_hook(self._record)
-        return hidden
-
-    def end(self, output: torch.Tensor) -> None:
-        """The layer's output."""
-        self._record()
-        if output.requires_grad:
-            output.register_hook(self._record)
-
-    def ms_per_token(self) -> float | None:
-        """Of forward and backward; None where backward has not run to the input. Waits for the
-        device."""
-        if len(self._points) != 4 or not self.tokens:
-            return None
-        if self._cuda:
-            self._points[-1].synchronize()
-        pairs = list(zip(self._points[::2], self._points[1::2]))
-        milliseconds: float
-        if self._cuda:
-            milliseconds = sum(start.elapsed_time(end) for start, end in pairs)
-        else:
-            milliseconds = 1e3 * sum(end - start for start, end in pairs)
-        return milliseconds / self.tokens
+_USABLE = 0.95  # of a device's memory: the allocator's pieces do not fit together exactly
 
 
 class LayerStep(NamedTuple):
@@ -89,17 +43,13 @@ class LayerStep(NamedTuple):
     Attributes:
         models: chunks on this rank.
         groups: all in which ranks run it together (see ``groups_of_call``).
-        tokens: of a microbatch.
-        plan: by which it runs; None: by Megatron's own schedule.
+        tokens: of all microbatches.
     """
 
     models: Sequence[Any]
-    pipeline: Any
     groups: Sequence[Any]
-    microbatches: int
     tokens: int
     training: bool
-    plan: Any = None
 
     @classmethod
     def of_call(cls, call: Mapping[str, Any]) -> LayerStep:
@@ -108,10 +58,8 @@ class LayerStep(NamedTuple):
         pipeline = pipeline_group(call.get("p2p_communicator"), collection)
         return cls(
             chunks_of(call["model"]),
-            pipeline,
             groups_of_call(pipeline, collection),
-            call["num_microbatches"],
-            call["seq_length"] * call["micro_batch_size"],
+            call["num_microbatches"] * call["seq_length"] * call["micro_batch_size"],
             not call.get("forward_only"),
         )
 
@@ -119,107 +67,46 @@ class LayerStep(NamedTuple):
     def planned(cls, step: Step) -> LayerStep:
         """Of one that a schedule of ours runs."""
         call, iteration = step.call, step.call.iteration
-        return cls(
-            iteration.models,
-            call.group,
-            call.groups,
-            iteration.num_microbatches,
-            math.prod(call.batch),
-            step.training,
-            step.plan,
-        )
+        tokens = iteration.num_microbatches * math.prod(call.batch)
+        return cls(iteration.models, call.groups, tokens, step.training)
 
-    def layers(self) -> list[Any]:
-        """The MoE layers on this rank."""
+    def row_bytes(self, strategy: Strategy) -> float:
+        """Bytes that a strategy keeps for a row of the first of this rank's MoE layers."""
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        return [m for model in self.models for m in model.modules() if isinstance(m, MoELayer)]
-
-    def in_flight(self, layers: int, sets: Sets, microbatches: int = 0) -> tuple[int, int]:
-        """Passes on this rank between their forward and their backward, and their calls of
-        ``layers`` layers.
-
-        Args:
-            microbatches: of a step; 0: of this one.
-        """
-        chunks, ranks = len(self.models), self.pipeline.size()
-        every = sets(ranks, chunks, microbatches or self.microbatches, self.plan)
-        passes = every[self.pipeline.rank()]
-        return passes, -(-layers // chunks) * passes
-
-
-class Execution(NamedTuple):
-    """How one call of a layer runs.
-
-    Attributes:
-        stock: Megatron's own layer runs.
-        timer: of the call, if it is timed.
-        changed: the plan differs from the last call's; its shared buffers have other sizes.
-    """
-
-    policy: ExecutionPolicy
-    stock: bool
-    timer: CallTimer | None = None
-    changed: bool = False
-
-
-class FixedPolicy:
-    """How the calls of a rank's MoE layers run: here all by one plan.
-
-    Args:
-        plan: the same on all ranks of a layer's groups; it may change between two steps.
-    """
-
-    chooses = False  # whether the plan is chosen while training runs
-
-    def __init__(self, plan: LayerPlan) -> None:
-        self.plan = plan
-
-    @property
-    def strategy(self) -> str:
-        """Of all calls to come, as ``--moe-memory-reuse`` names it; ``auto``: one of several."""
-        return self.plan.strategy.value
-
-    def begin_step(self, step: LayerStep) -> None:
-        """The calls to come are of another step; called where the plan is chosen."""
-
-    def allow(self, strategies: Sequence[Strategy]) -> None:
-        """There is host memory for these; called before the first step, the same on all ranks."""
-
-    def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Any]) -> Execution:
-        """For the next call of ``layer`` with ``hidden``; ``region`` gives the layer's."""
-        return Execution(self.plan, self.plan.stock)
-
-    def close(self) -> None:
-        """No call will come."""
+        modules = (module for model in self.models for module in model.modules())
+        config = next((one.config for one in modules if isinstance(one, MoELayer)), None)
+        return 0.0 if config is None else saved_bytes(layer_shape(config), 1, strategy)
 
 
 class PipelinedMoE(Callback):
     """Runs the MoE layers of one rank.
 
     Args:
+        plans: of every call, where it is one; otherwise the tuner tries them.
         store: of the weight gradients that W passes compute, where the schedule has such; then
             its hooks are in place.
         scheduled: a schedule of ours runs every pipeline.
         options: of ``Memory``.
 
     Attributes:
+        plan: of the calls of a step.
         memory: what the layers share; None before the first call.
-        at_steps: called before the first pass of each step.
     """
 
     def __init__(
         self,
-        policy: FixedPolicy,
+        plans: Sequence[LayerPlan],
         store: WeightGradStore | None = None,
         scheduled: bool = False,
         **options: Any,
     ) -> None:
-        self._policy, self._scheduled, self._options = policy, scheduled, options
-        self.at_steps = [policy.begin_step] if policy.chooses else []
+        self.plan, self._plans = plans[-1], plans
+        self._scheduled, self._options = scheduled, options
         self.memory: Memory | None = None
-        self._splits = store is not None
-        self._weights = ExpertGradients(store, lambda: policy.strategy not in ("none", "s0"))
+        self._tuner: Tuner | None = None
+        self._started = 0.0
+        self._weights = ExpertGradients(store, lambda: not self.plan.strategy.keeps_products)
         self._regions: weakref.WeakKeyDictionary[Any, Region | FlexRegion] = (
             weakref.WeakKeyDictionary()
         )
@@ -228,7 +115,6 @@ class PipelinedMoE(Callback):
         return (*super().hooks(), *self._weights.hooks(), *saved_parameters.hooks())
 
     def close(self) -> None:
-        self._policy.close()
         self._regions.clear()
         self._weights.close()
         if self.memory is not None:
@@ -241,30 +127,67 @@ class PipelinedMoE(Callback):
             self.memory = Memory.on(device, **self._options)
         return self.memory
 
+    # --- steps ---
+
     @hooked(
         STEPS,
         "MoE layers would not know where a step begins",
-        when=lambda self: bool(self.at_steps),
+        when=lambda self: len(self._plans) > 1 or self.plan.strategy.copies,
     )
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = LayerStep.of_call(kwargs)
-        if not self._scheduled or step.pipeline.size() == 1:  # otherwise ``begin`` comes
-            self._begin(step)
-        return original(*args, **kwargs)
+        if self._scheduled and step.groups[0].size() > 1:  # ``begin`` and ``end`` come
+            return original(*args, **kwargs)
+        self.begin_step(step)
+        result = original(*args, **kwargs)
+        self.end_step(step)
+        return result
 
     def begin(self, step: Step) -> None:
-        self._begin(LayerStep.planned(step))
+        self.begin_step(LayerStep.planned(step))
 
-    def _begin(self, step: LayerStep) -> None:
-        for note in self.at_steps:
-            note(step)
+    def end(self, step: Step) -> None:
+        self.end_step(LayerStep.planned(step))
 
-    @hooked(MOE_INIT, "an MoE layer that cannot run in chunks would end the run at its first call")
-    def _checked(
-        self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        original(layer, *args, **kwargs)
-        self._require(layer.config)
+    def begin_step(self, step: LayerStep) -> None:
+        """Before the first pass: the plan of the step is known from here on."""
+        if not step.training:
+            return
+        if self.memory is not None:
+            self.memory.begin_step()
+        if len(self._plans) == 1:
+            return
+        if self._tuner is None:
+            self._tuner = Tuner(self._plans, step.row_bytes, _log)
+            self.plan = self._tuner.plan
+        if self._tuner.tries:
+            device = device_of(step.models)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            self._started = time.perf_counter()
+
+    def end_step(self, step: LayerStep) -> None:
+        """After the last pass: all ranks that run the step choose the next one's plan."""
+        tuner = self._tuner
+        if tuner is None or not tuner.tries or not step.training:
+            return
+        room, device = float("inf"), device_of(step.models)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            free, _ = torch.cuda.mem_get_info(device)
+            usable = _USABLE * (free + torch.cuda.memory_reserved(device))
+            room = usable - torch.cuda.max_memory_allocated(device)
+        seconds = (time.perf_counter() - self._started) / step.tokens
+        rows = 0 if self.memory is None else self.memory.most_rows
+        report = StepReport(seconds, room, rows)
+        tuner.end_step(StepReport.of(gather_over(report, step.groups)))
+        if tuner.plan != self.plan:
+            self.plan = tuner.plan
+            if self.memory is not None:
+                self.memory.ring.clear()  # buffers of other sizes
+
+    # --- calls ---
 
     @hooked(MOE_FORWARD, "MoE layers would run unchunked")
     def _chunked(
@@ -275,39 +198,17 @@ class PipelinedMoE(Callback):
         intermediate_tensors: Any = None,
         padding_mask: torch.Tensor | None = None,
     ) -> Any:
-        if intermediate_tensors is not None or _needs_stock(layer):
+        if self.plan.stock or intermediate_tensors is not None or _needs_stock(layer):
             return original(layer, hidden_states, intermediate_tensors, padding_mask)
-        return self._train(original, layer, hidden_states, padding_mask)
+        return self.forward(layer, hidden_states, padding_mask, self.plan)
 
     @untraced
-    def _train(
-        self,
-        original: Callable[..., Any],
-        layer: Any,
-        hidden_states: torch.Tensor,
-        padding_mask: torch.Tensor | None,
-    ) -> Any:
-        region = functools.partial(self._region, layer, hidden_states.device)
-        execution = self._policy.begin(layer, hidden_states, region)
-        if execution.changed and self.memory is not None:
-            self.memory.ring.clear()
-        timer = execution.timer
-        if timer is not None:
-            hidden_states = timer.begin(hidden_states)
-        if execution.stock:
-            result = original(layer, hidden_states, None, padding_mask)
-        else:
-            result = self.forward(layer, hidden_states, padding_mask, execution.policy)
-        if timer is not None:
-            timer.end(result[0])
-        return result
-
     def forward(
         self,
         layer: Any,
         hidden_states: torch.Tensor,
         padding_mask: torch.Tensor | None,
-        policy: ExecutionPolicy,
+        plan: LayerPlan,
     ) -> Any:
         """``MoELayer.forward`` with the routed part in chunks.
 
@@ -330,7 +231,7 @@ class PipelinedMoE(Callback):
                 hidden, _ = layer.fc1_latent_proj(hidden)
             rows = hidden.reshape(-1, hidden.shape[-1])
             region = self._region(layer, rows.device)
-            output = region(rows, probs, routing_map, policy, shared.compute)
+            output = region(rows, probs, routing_map, plan, shared.compute)
             output = output.view(hidden.shape)
             if latent:
                 output, _ = layer.fc2_latent_proj(output)
@@ -341,14 +242,10 @@ class PipelinedMoE(Callback):
             return checkpoint(layer, compute, *arguments), None
         return compute(hidden_states, padding_mask), None
 
-    def _require(self, config: Any) -> None:
-        policy = self._policy
-        require_supported(config, policy.strategy, policy.chooses, self._splits)
-
     def _region(self, layer: Any, device: torch.device) -> Region | FlexRegion:
         region = self._regions.get(layer)
         if region is None or not _has_parameters(region, layer.experts):
-            self._require(layer.config)
+            require_supported(layer.config)
             memory = functools.partial(self.memory_on, device)
             region = self._regions[layer] = region_of(layer, device, memory, self._weights)
         return region
@@ -410,3 +307,8 @@ def _needs_stock(layer: Any) -> bool:
         return True
     # Its own check, and its message.
     return layer.attn_tp_group.size() > 1 and not layer.config.sequence_parallel
+
+
+def _log(text: str) -> None:
+    if dist.get_rank() == 0:
+        logger.info("MoE layers: %s", text)
