@@ -51,12 +51,6 @@ class Reductions:
         found: Callable[..., Any] | None = sync
         return found
 
-    @property
-    def started_by_hooks(self) -> list[Any]:
-        """Chunks whose reduction is started, bucket by bucket, by hooks of their parameters."""
-        chunks = enumerate(self._models)
-        return [one for chunk, one in chunks if _overlaps(one) and self.start_of(chunk) is None]
-
 
 def _overlaps(model: Any) -> bool:
     return bool(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False))

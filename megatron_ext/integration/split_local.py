@@ -141,11 +141,9 @@ def _input_gradient_only(
         functools.partial(accumulate_fused, weight) if fused else product,
         rows=operands,
         done=finish,
-        after=functools.partial(mark_added, weight) if fused else None,
         sharded=[one for one in operands if isinstance(one, Sharded)],
     )
     if work is not None:
-        store.fill()
         work.wait()
     return (result, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
 
@@ -171,6 +169,7 @@ def accumulate_fused(
     single = weight.main_grad.dtype == torch.float32
     add = kernels.wgrad_gemm_accum_fp32 if single else kernels.wgrad_gemm_accum_fp16
     add(_rows(x), _rows(grad_output), weight.main_grad)
+    mark_added(weight)
 
 
 def _rows(tensor: torch.Tensor | Sharded) -> torch.Tensor:

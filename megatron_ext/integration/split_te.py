@@ -144,20 +144,15 @@ class SplitStore:
         store.at_end(functools.partial(_restore, before))
         parts = self._sharded(tensors)
         first, *others = weights
-        # Biases get their gradient in ``grad``, where B may put one meanwhile.
-        in_place = self._module.fuse_wgrad_accumulation and not biases
         store.put(
             first,
             functools.partial(self._weight_pass, function, parts[_ROWS:]),
             rows=parts[:_ROWS],
             others=(*others, *biases),
             done=finish,
-            after=self._mark_added if in_place else None,
             sharded=[one for one in parts if isinstance(one, Sharded)],
             placeholders=weights,
         )
-        if self._parallel("column"):
-            store.fill()  # the input's gradient is being reduced
 
     def _parallel(self, mode: str) -> bool:
         module = self._module
@@ -225,7 +220,7 @@ class SplitStore:
             if new is not self._no_bias_gradient.get(id(parameter)):
                 accumulate(parameter, new)
         self._no_bias_gradient.clear()
-        if self._module.fuse_wgrad_accumulation and _trained(self._biases):
+        if self._module.fuse_wgrad_accumulation:
             self._mark_added()
 
 

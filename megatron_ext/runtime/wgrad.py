@@ -7,17 +7,13 @@ of doing it; the W pass of the same (chunk, microbatch) runs it later (ZB, secti
 from __future__ import annotations
 
 import functools
-import itertools
-import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..schedule.actions import Op
-from ..schedule.schedule import Schedule
 from .sharded import Sharded
 from .weight_hooks import foreign_hooks
 
@@ -33,51 +29,11 @@ class _Part(NamedTuple):
 
 
 class _Work(NamedTuple):
-    task: Task | None  # None: it has run
+    task: Task
     rows: list[_Part]  # what it is called with, joined
     parameters: tuple[Any, ...]
     done: Callable[[Any], None] | None
-    after: Task | None
     sharded: Sequence[Sharded]
-    early: bool
-
-
-class _Beside:
-    """The tasks of one W pass that run behind communication of the B pass before it.
-
-    Args:
-        queue: the W pass, which may grow while B runs.
-    """
-
-    def __init__(self, queue: list[_Work]) -> None:
-        self._queue, self._position = queue, 0
-        self._blocked: set[int] = set()  # parameters with a task that must wait for W
-
-    def gather(self) -> None:
-        """Start to gather what the next of them needs."""
-        if self._find():
-            _gather_for(self._queue[: self._position + 1])
-
-    def run(self) -> None:
-        """Do the next of them, if there is one, and start to gather for the one after it."""
-        if not self._find():
-            return
-        work = self._queue[self._position]
-        assert work.task is not None
-        work.task(*_joined(work.rows))
-        self._queue[self._position] = work._replace(task=None, rows=[], sharded=())
-        self.gather()
-
-    def _find(self) -> bool:
-        while self._position < len(self._queue):
-            work = self._queue[self._position]
-            if work.task is not None:
-                mine = set(map(id, work.parameters))
-                if work.early and not mine & self._blocked:
-                    return True
-                self._blocked |= mine
-            self._position += 1
-        return False
 
 
 class WeightGradStore:
@@ -88,7 +44,7 @@ class WeightGradStore:
 
     Attributes:
         running: that of this process's B pass in progress; hooks that outlive a store ask it.
-        hooked: id of a parameter -> the hooks for whose sake no B pass of this step postpones it.
+        hooked: id of a parameter -> the hooks for whose sake no B pass postpones it.
     """
 
     running: ClassVar[WeightGradStore | None] = None
@@ -102,9 +58,6 @@ class WeightGradStore:
         self._held, self._placeholders = set[int](), set[int]()
         self._at_end: list[Task] = []
         self._parts: dict[tuple[int, ...], _Work] | None = None
-        self._beside: _Beside | None = None
-        self.followed_by: Mapping[Hashable, Hashable] = {}
-        """For B passes with a W pass directly after them on this rank: the keys of both."""
         self.fused_experts: Callable[[], bool] = bool
         """True where experts compute their weight gradients in B."""
 
@@ -122,10 +75,7 @@ class WeightGradStore:
         a hook of the user waits there for one of them."""
         if not self.collecting or self._returned:
             return self.collecting
-        every = {id(one): foreign_hooks(one) or self.hooked.get(id(one), ()) for one in parameters}
-        found = {one: hooks for one, hooks in every.items() if hooks}
-        self.hooked.update(found)
-        return not found
+        return not any(id(one) in self.hooked for one in parameters)
 
     def holds(self, parameter: Any) -> bool:
         """True if the B pass that is running has postponed work for ``parameter``."""
@@ -155,11 +105,6 @@ class WeightGradStore:
             raise RuntimeError(f"weight gradients of {key} are already being collected or owed")
         work: list[_Work] = []
         self._collecting, self._returned, WeightGradStore.running = work, returned, self
-        then = self.followed_by.get(key)
-        queue = work if then == key else self._work.get(then)
-        if queue is not None:
-            self._beside = _Beside(queue)
-            self._beside.gather()
         try:
             yield
             self._work[key] = work
@@ -203,7 +148,6 @@ class WeightGradStore:
         rows: Rows = (),
         others: Sequence[Any] = (),
         done: Callable[[Any], None] | None = None,
-        after: Task | None = None,
         sharded: Sequence[Sharded] = (),
         placeholders: Sequence[Any] = (),
     ) -> None:
@@ -217,8 +161,6 @@ class WeightGradStore:
             others: further parameters that the same task serves, or may serve.
             done: called with each of these parameters once, after the last task for it in the W
                 pass: then the microbatch's gradient is complete.
-            after: what is left for the W pass itself of a task that only adds to ``main_grad`` in
-                place, so that it may run earlier: beside communication of the B pass before.
             sharded: the task's tensors that are gathered first, one task ahead.
             placeholders: those of them for which ``placeholder`` is true until the pass ends.
 
@@ -227,7 +169,6 @@ class WeightGradStore:
         """
         if self._collecting is None:
             raise RuntimeError("a weight gradient can be postponed only inside a B pass")
-        early = after is not None and self._parts is None
         parameters, part = (parameter, *others), _Part(rows, _versions(rows))
         if self._parts is not None:
             key, joins = tuple(map(id, parameters)), _can_join(rows)
@@ -235,42 +176,16 @@ class WeightGradStore:
                 self._parts[key].rows.insert(0, part)
                 return
             task = functools.partial(_next_part, task, parameters)
-        work = _Work(task, [part], parameters, done, after, sharded, early)
+        work = _Work(task, [part], parameters, done, sharded)
         if self._parts is not None and joins:
             self._parts[key] = work
         self._collecting.append(work)
         self._held.update(map(id, work.parameters))
         self._placeholders.update(map(id, placeholders))
-        if self._beside is not None:
-            self._beside.gather()
-
-    def fill(self) -> None:
-        """Called in B while B waits for a communication: do one task of the
-        W pass that comes directly after this B pass, if there is one that may run so early."""
-        if self._beside is not None:
-            self._beside.run()
 
     def at_end(self, task: Task) -> None:
         """Do ``task`` when the B pass that is running ends, however it ends."""
         self._at_end.append(task)
-
-    def tensors(self, key: Hashable) -> list[torch.Tensor] | None:
-        """What the postponed work of ``key`` keeps alive; None if a task does not say."""
-        found: list[torch.Tensor] = []
-        todo: list[Any] = [x for work in self._work.get(key, ()) for x in (work.task, work.rows)]
-        while todo:
-            one = todo.pop()
-            if isinstance(one, torch.Tensor):
-                found.append(one)
-            elif isinstance(one, Sharded):
-                found.append(one.shard)
-            elif isinstance(one, functools.partial):
-                todo += [*one.args, *one.keywords.values()]
-            elif isinstance(one, list | tuple):
-                todo += one
-            elif isinstance(one, types.FunctionType) and one.__closure__:
-                return None
-        return found
 
     def run(self, key: Hashable, finish: bool = True) -> None:
         """Do the postponed work of ``key``, in the order in which B postponed it.
@@ -303,7 +218,7 @@ class WeightGradStore:
         self._stop_collecting()
 
     def _stop_collecting(self) -> None:
-        self._collecting = self._beside = None
+        self._collecting = None
         self._returned = False
         if WeightGradStore.running is self:
             WeightGradStore.running = None
@@ -320,17 +235,14 @@ def _do(queue: list[_Work], finish: bool) -> None:
     _gather_for(queue)
     try:
         while queue:
-            task, rows, parameters, done, after, *_ = queue.pop()
+            task, rows, parameters, done, _ = queue.pop()
             _gather_for(queue)
             for parameter in parameters:
                 if left[id(parameter)] > 1 and id(parameter) not in before:
                     before[id(parameter)] = parameter, parameter.grad
                     parameter.grad = None
-            if task is not None:
-                task(*_joined(rows))
+            task(*_joined(rows))
             del task, rows
-            if after is not None:
-                after()
             for parameter in parameters:
                 left[id(parameter)] -= 1
                 if not left[id(parameter)] and id(parameter) in before:
@@ -377,12 +289,10 @@ def _of_all(passes: Iterable[Sequence[_Work]]) -> list[_Work]:
 def _merged(group: Sequence[_Work]) -> Sequence[_Work]:
     """Work for the same parameters, the last rows first: one task if rows can be joined."""
     *_, first = group
-    if all(work.task is not None and all(_can_join(p.rows) for p in work.rows) for work in group):
+    if all(_can_join(part.rows) for work in group for part in work.rows):
         return [first._replace(rows=[part for work in reversed(group) for part in work.rows])]
     return [
-        work
-        if work.task is None
-        else work._replace(task=functools.partial(_next_part, work.task, work.parameters))
+        work._replace(task=functools.partial(_next_part, work.task, work.parameters))
         for work in group
     ]
 
@@ -439,22 +349,3 @@ def _next_part(task: Task, parameters: Sequence[Any], *rows: Any) -> None:
             main.add_(grad)
             parameter.grad = None
     task(*rows)
-
-
-def followed_by(schedule: Schedule, rank: int) -> Mapping[Hashable, Hashable]:
-    """For every B of ``rank`` with a W directly after it: (chunk, microbatch) of B and of W.
-
-    Only while forward passes are still to come. After the last of them other ranks wait for nothing
-    but these B passes, which must not become longer. And no B of a pair: what W releases there, the
-    all-to-alls of the forward pass, on a stream of their own, could overwrite while W reads it.
-    """
-    chunk_of = {stage: i for i, stage in enumerate(schedule.placement.stages[rank])}
-    # Messages and copies between them do not matter, operations of other features may.
-    every = (a.parts[0] for a in schedule.ranks[rank])  # of a pair its F
-    row = [a for a in every if a.op.is_compute or not isinstance(a.op, Op)]
-    last = max((i for i, a in enumerate(row) if a.op is Op.F), default=0)
-    return {
-        (chunk_of[b.stage], b.microbatch): (chunk_of[w.stage], w.microbatch)
-        for b, w in itertools.pairwise(row[: last + 1])
-        if b.op is Op.B and w.op is Op.W
-    }

@@ -309,19 +309,3 @@ def test_a_step_leaves_nothing_to_garbage_collection(serve: Serve, tmp_path: Pat
     assert outcome.status == "ok", outcome.report
     for rank in range(2):
         assert (outcome.folder / f"cycles{rank}").read_text().splitlines() == ["found"] * 3
-
-
-def test_a_replica_alone_may_watch_gradients(serve: Serve, tmp_path: Path) -> None:
-    """Its weights' gradients come in B. Where hooks of parameters start the reduction of buckets,
-    its order was another one, so replicas added different buckets, or ended in an error."""
-    words = [*MODEL.split(), "--pipeline-model-parallel-size", "2", "--train-iters", "2"]
-    words.remove("--untie-embeddings-and-output-weights")  # the embedding has its own bucket
-    words += ["--disable-align-grad-reduce", "--ddp-bucket-size", "2000", "--pp-schedule", "zb-h1"]
-    run, prelude = serve(MAIN_TAG).run, ROOT / "tests" / "support" / "freezing.py"
-    plain, watched = (
-        run(words, 4, tmp_path / str(rank), prelude=prelude, value={"watched": rank})
-        for rank in (None, 0)
-    )
-    assert watched.status == "ok", watched.report
-    assert "hooks that are not Megatron's wait for them" in watched.log(0)
-    assert watched.losses() == plain.losses() and len(plain.losses()) == 2

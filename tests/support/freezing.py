@@ -8,8 +8,7 @@ from typing import Any
 
 def prepare(value: dict[str, Any], rank: int, folder: Path) -> None:
     """Freeze ``value["frozen"]`` and hook ``value["hooked"]``, names of parameters, where they are;
-    double what the modules ``value["doubled"]`` return ("": that of the model). On the rank
-    ``value["watched"]`` every parameter gets a hook that looks at its gradient.
+    double what the modules ``value["doubled"]`` return ("": that of the model).
 
     See ``ScriptServer.run``.
     """
@@ -23,8 +22,6 @@ def prepare(value: dict[str, Any], rank: int, folder: Path) -> None:
                 parameter.requires_grad_(False)
             if name in value.get("hooked", ()):
                 parameter.register_hook(lambda grad: grad * 0)
-            if rank == value.get("watched"):
-                parameter.register_hook(lambda grad: None)
         for name, module in (pair for model in models for pair in model.named_modules()):
             if name in value.get("doubled", ()):
                 module.register_forward_hook(_double)

@@ -56,7 +56,6 @@ class Users:
         self.seen: dict[str, list[Any]] = {}
         first, second, *_ = self.model.decoder.layers
         expert = first.mlp.experts.local_experts[0]
-        self._later = second.self_attention.linear_proj.weight
         self._tensor_hook("tensor", first.self_attention.linear_qkv.weight)
         self._tensor_hook("expert", expert.linear_fc1.weight)
         noting = functools.partial(self._note, "accumulated")
@@ -68,9 +67,8 @@ class Users:
         first.self_attention.linear_proj.weight.grad = self.buffer.view_as(self.buffer)
 
     def run(self) -> dict[str, Any]:
-        """Two steps; a weight gets its hook between them."""
+        """Two steps."""
         step([self.model])
-        self._tensor_hook("later", self._later)
         step([self.model])
         named = gpt_cases.global_names(self.model).items()
         gradients = {n: to_bytes(p.grad) for n, p in named if p.grad is not None}

@@ -37,7 +37,6 @@ from megatron_ext.integration import split_local as local  # noqa: E402
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
 from megatron_ext.integration.split_te import attach  # noqa: E402
 from megatron_ext.integration.versions import megatron_version  # noqa: E402
-from megatron_ext.runtime import wgrad  # noqa: E402
 from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
 
 _log.set_up()  # as install does
@@ -100,8 +99,7 @@ for model, case in _MODELS.items():
     CASES[f"stock/{model}"] = {**case, "overlap": False}
     for schedule in _RUN_UNDER.get(model, ("zb-h1",)):
         more = {} if schedule == "zb-h1" else {"chunks": 2}
-        hooked = model in ("tp-sp-fusion", "tp-sp-te-fused")
-        CASES[f"{schedule}/{model}"] = {**case, "schedule": schedule, **more, "hooked": hooked}
+        CASES[f"{schedule}/{model}"] = {**case, "schedule": schedule, **more}
 # Bytes of a set before B and between B and W: one stage, without embedding and loss.
 for tp in (2, 4):
     for te in (False, True):
@@ -174,22 +172,6 @@ class Watch:
         return start_grad_sync
 
 
-def hook_later(bare: list[Any], config: Any) -> None:
-    """After a step one tensor-parallel rank alone gets hooks, on some weights of each chunk."""
-    finalize = config.finalize_model_grads_func
-
-    def finalizing(*args: Any, **kwargs: Any) -> Any:
-        config.finalize_model_grads_func = finalize
-        if parallel_state.get_tensor_model_parallel_rank():
-            for chunk in bare:
-                layer = chunk.decoder.layers[0]
-                for module in (layer.self_attention.linear_proj, layer.mlp.linear_fc1):
-                    module.weight.register_hook(lambda grad: None)
-        return finalize(*args, **kwargs)
-
-    config.finalize_model_grads_func = finalizing
-
-
 def count_bytes(case: dict[str, Any]) -> dict[str, Any]:
     """One stage's forward and backward pass on this rank: distinct storages that autograd keeps
     before B and the store between B and W, parameters apart; and whether the gradients of the split
@@ -260,8 +242,6 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         wrapped, bare = original_build(case, config)
         if case.get("overlap"):
             watches.append(Watch(wrapped, config, stores))
-        if case.get("hooked"):
-            hook_later(bare, config)
         return wrapped, bare
 
     class Noting(gpt_cases.Installation):
@@ -269,20 +249,11 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             super().start(run)
             stores.append(run.store)
 
-    early: list[None] = []  # tasks of W that ran in B
-
-    def run(self: Any) -> None:
-        before = sum(work.task is None for work in self._queue)
-        original_run(self)
-        early.extend([None] * (sum(work.task is None for work in self._queue) - before))
-
-    original_run = wgrad._Beside.run
-    with stand_ins(case), mock.patch.object(wgrad._Beside, "run", run):
+    with stand_ins(case):
         with mock.patch.multiple(gpt_cases, build=build, Installation=Noting):
             result = original_run_case(case, folder)
     steps = [list(step.values()) for watch in watches for step in watch.steps if step]
     result["extra"] = {"steps": steps, "groups": sum(watch.groups for watch in watches)}
-    result["extra"]["early"] = len(early)
     return result
 
 

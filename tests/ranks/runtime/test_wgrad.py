@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 
@@ -223,7 +222,7 @@ class Parts:
             self.log.append(f"gather {self.name}")
 
 
-def owe_gathered(store, names, log, weights=None, early=True):
+def owe_gathered(store, names, log, weights=None):
     """Tasks as of fused layers, whose tensors are gathered."""
     for name in names:
         weight = Weight() if weights is None else weights[name[0]]
@@ -231,7 +230,6 @@ def owe_gathered(store, names, log, weights=None, early=True):
             weight,
             lambda name=name: log.append(f"run {name}"),
             done=lambda _, name=name: log.append(f"done {name}"),
-            after=(lambda: None) if early else None,
             sharded=[Parts(name, log)],
         )
 
@@ -245,83 +243,6 @@ def test_w_gathers_one_task_ahead(store):
     runs = [word for word in log if "done" not in word]
     assert runs == ["gather a", "gather b", "run a", "gather c", "run b", "run c"]
     assert log.index("done a") == log.index("run a") + 1
-
-
-def test_w_runs_behind_communication_of_the_b_before_it(store):
-    """One task a communication, gathered before it begins; parameters are done in W only."""
-    log = []
-    with store.collect(0):
-        owe_gathered(store, "abc", log)
-    store.followed_by = {1: 0}
-    with store.collect(1):
-        assert log == ["gather a"]
-        owe_gathered(store, "x", log)
-        store.fill()
-        assert log == ["gather a", "run a", "gather b"]
-        store.fill()
-    log.clear()
-    store.fill()  # outside of a B pass
-    assert log == []
-    store.run(0)
-    assert log == ["done a", "done b", "run c", "done c"]
-    store.run(1)
-    assert log[-3:] == ["gather x", "run x", "done x"]
-
-
-def test_w_of_the_b_pass_itself_runs_behind_its_communication(store):
-    log = []
-    store.followed_by = {0: 0}
-    with store.collect(0):
-        owe_gathered(store, "a", log)
-        store.fill()
-        owe_gathered(store, "bc", log)
-        store.fill()
-    assert log == ["gather a", "run a", "gather b", "run b", "gather c"]
-    log.clear()
-    store.run(0)
-    assert log == ["done a", "done b", "run c", "done c"]
-
-
-def test_order_of_a_weight_stays(store):
-    """What must wait for W holds back later tasks of the same weight, and no others."""
-    log, weights = [], {"u": Weight(), "v": Weight()}
-    store.followed_by = {0: 0}
-    with store.collect(0):
-        owe_gathered(store, ["u1"], log, weights, early=False)
-        owe_gathered(store, ["u2", "v1", "v2"], log, weights)
-        with store.in_parts():
-            owe_gathered(store, ["v3"], log, weights)
-        for _ in range(6):
-            store.fill()
-    assert [word for word in log if "run" in word] == ["run v1", "run v2"]
-    log.clear()
-    store.run(0)
-    assert [word for word in log if "gather" not in word] == [
-        *("run u1", "run u2", "done u2"),
-        *("run v3", "done v3"),
-    ]
-
-
-def test_a_failed_b_pass_fills_nothing_later(store):
-    log = []
-    store.followed_by = {0: 0}
-    with pytest.raises(ZeroDivisionError), store.collect(0):
-        owe_gathered(store, "a", log)
-        raise ZeroDivisionError
-    with store.collect(1):
-        store.fill()
-    assert "run a" not in log
-
-
-def test_what_postponed_work_keeps_alive(store):
-    x, y, z = (torch.ones(n) for n in (1, 2, 3))
-    with store.collect(0):
-        store.put(Weight(), functools.partial(max, x, key=[y]), rows=(z,))
-    assert sorted(map(len, store.tensors(0))) == [1, 2, 3]
-    with store.collect(1):
-        store.put(Weight(), lambda: x.sum())
-    assert store.tensors(1) is None, "a function of its surroundings does not say"
-    assert store.tensors(2) == []
 
 
 def test_work_of_several_passes_joins(store):

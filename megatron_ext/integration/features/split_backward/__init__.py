@@ -9,17 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ....runtime.wgrad import WeightGradStore, followed_by
-from ....schedule import Schedule
+from ....runtime.weight_hooks import foreign_hooks
+from ....runtime.wgrad import WeightGradStore
 from ... import split_local as local
 from ... import split_te as wgrad_te
 from ...callbacks import Callback, Step
 from ...feature import Feature, Run
 from ...gradients import RULES, require_gradient_hooks
 from ...hooks import Hook
-from ...reductions import Reductions
 from ...utils import LastModels, gather, unwrapped
-from .agree import hooks_of_all_ranks
 from .report import WgradReport, wgrad_report
 
 logger = logging.getLogger(__name__)
@@ -47,8 +45,6 @@ class SplitBackward(Feature):
         self._library = run.library
         self._attached: weakref.WeakSet[wgrad_te.SplitStore] = weakref.WeakSet()
         self._prepared = LastModels()
-        self._plan: Schedule | None = None
-        self._said: set[int] = set()  # parameters with hooks that the log has
         # Pipelines of which the log has a line; another model's may have other ranks.
         self._logged: weakref.WeakSet[Any] = weakref.WeakSet()
         self.report: WgradReport | None = None
@@ -58,28 +54,9 @@ class SplitBackward(Feature):
         return local.hooks(self._store)
 
     def begin(self, step: Step) -> None:
-        if step.plan is not self._plan:
-            self._plan = step.plan
-            several = step.call.iteration.config.tensor_model_parallel_size > 1
-            # One W of several B's waits for all of them.
-            several &= not step.plan.joined
-            self._store.followed_by = followed_by(step.plan, step.rank) if several else {}
         if step.plan.splits_backward:
             self._prepare(step)
-            models, config = step.call.iteration.models, step.call.iteration.config
-            reductions = Reductions(config, models, step.plan.placement.stages[step.rank])
-            self._store.hooked = hooks_of_all_ranks(
-                models, config.sequence_parallel, reductions.started_by_hooks
-            )
         step.notes["wgrad"] = lambda: None if self.report is None else self.report.as_dict()
-
-    def end(self, step: Step) -> None:
-        found, self._store.hooked = self._store.hooked, {}
-        if not found.keys() <= self._said:
-            self._said |= found.keys()
-            models = step.call.iteration.models
-            self.report = wgrad_report(models, self._store.fused_experts(), found)
-            logger.warning("%s", _hooked_text(step, models, found))
 
     def close(self) -> None:
         while self._attached:
@@ -94,10 +71,13 @@ class SplitBackward(Feature):
         if self._library:  # which may wrap a model when it has been evaluated, or again
             require_gradient_hooks(models)
         self._prepared.set(models)
-        self._said = set()
         for model in models:
             self._attached.update(wgrad_te.attach(model, self._store))
-        self.report = wgrad_report(models, self._store.fused_experts())
+        hooked = {id(p): foreign_hooks(p) for model in models for p in model.parameters()}
+        hooked = self._store.hooked = {one: hooks for one, hooks in hooked.items() if hooks}
+        if hooked:
+            logger.warning("%s", _hooked_text(step, models, hooked))
+        self.report = wgrad_report(models, self._store.fused_experts(), hooked)
         group = step.call.group
         if group not in self._logged:
             self._logged.add(group)

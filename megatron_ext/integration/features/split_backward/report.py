@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ....runtime.weight_hooks import foreign_hooks
 from ... import split_te as wgrad_te
 from ...split_local import can_split, is_output_weight
 
@@ -100,28 +99,28 @@ class WgradReport:
 
 
 def wgrad_report(
-    chunks: Iterable[torch.nn.Module], fused_experts: bool = False, known: Container[int] = ()
+    chunks: Iterable[torch.nn.Module], fused_experts: bool = False, hooked: Container[int] = ()
 ) -> WgradReport:
     """How the parameters of these model chunks divide between W and B, with our hooks in force.
 
     Args:
         fused_experts: the experts of MoE layers do not postpone anything, whatever they could.
-        known: identities of parameters that wait for hooks, of this rank or of another.
+        hooked: identities of parameters with hooks of the user.
     """
     report = WgradReport()
     for chunk in chunks:
-        report += _of_chunk(chunk, fused_experts, known)
+        report += _of_chunk(chunk, fused_experts, hooked)
     return report
 
 
-def _of_chunk(chunk: torch.nn.Module, fused_experts: bool, known: Container[int]) -> WgradReport:
+def _of_chunk(chunk: torch.nn.Module, fused_experts: bool, waiting: Container[int]) -> WgradReport:
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
     embeddings = (VocabParallelEmbedding, torch.nn.Embedding)
     report = WgradReport()
 
     def waits(parameter: Any) -> bool:
-        return id(parameter) in known or bool(foreign_hooks(parameter))
+        return id(parameter) in waiting
 
     split: set[int] = set()
     hooked: set[int] = set()
