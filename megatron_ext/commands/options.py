@@ -185,21 +185,6 @@ def declare_offload(parser: Parser) -> None:
     parser.declare("offload of activations to the host", OFFLOAD)
 
 
-def _slower(text: str) -> Fraction:
-    """A share of 1 such as 5% or 0.05, from 0 to 10.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    try:
-        found = Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        found = Fraction(-1)
-    if not 0 <= found <= 10:
-        raise argparse.ArgumentTypeError(f"must be a share such as 5% or 0.05, got {text!r}")
-    return found
-
-
 SEARCHED = Options(
     {
         "--pp P": "pipeline ranks",
@@ -211,7 +196,6 @@ SEARCHED = Options(
         "--cheap-recompute": "auto (default): try both",
         "--offload": "offload in every candidate (half, full, auto), in none (off), or where it "
         "may pay (any, the default: half and full, or auto if the link is too slow for those)",
-        "--offload-transfer": "as in simulate",
         "--no-balance": "keep Megatron's even split of the layers",
         "--shard-vocabulary": "auto (default): try --pp-vocab-parallel where training allows it; "
         "off: do not; with --pp-vocab-parallel itself, every candidate has it",
@@ -219,9 +203,6 @@ SEARCHED = Options(
         "microbatches are few or sequences long: numbers, auto (default: 2,4 where training cuts "
         "such models), or off",
         "--effort X": "factor on the work of the search (1: about 15 s of one core)",
-        "--objective": "what is made small: time (default), or memory, with iterations at most "
-        "--slower than the fastest's",
-        "--slower X%": "with --objective memory: such as 5%% (default) of the fastest's time",
         "--grid": "search all parallel sizes but those given beside --from-args; without --pp they "
         "always are searched, if they are not given",
         "--gpus-per-node N": "devices that the peer link connects: the most tensor-parallel ranks; "
@@ -231,13 +212,8 @@ SEARCHED = Options(
         **dict.fromkeys(("--pp", "--microbatches", "--gpus-per-node"), positive),
         "--cheap-recompute": ("auto", "on", "off"),
         "--offload": ("auto", "half", "full", "any", "off"),
-        "--offload-transfer": tuple(POLICIES),
-        **{"--shard-vocabulary": ("auto", "off"), "--objective": ("time", "memory")},
-        **{"--effort": float, "--slower": _slower},
+        "--shard-vocabulary": ("auto", "off"),
+        "--effort": float,
     },
-    defaults={
-        **{"--offload-transfer": DEFAULT_POLICY, "--shard-vocabulary": "auto"},
-        **{"--effort": 1.0, "--objective": "time"},
-    },
-    needs={"--slower": "--objective memory"},
+    defaults={"--shard-vocabulary": "auto", "--effort": 1.0},
 )

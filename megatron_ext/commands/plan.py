@@ -8,9 +8,9 @@ import time
 
 from .._terminal import Progress
 from ..plan.search import Search
-from . import plan_device, plan_input, plan_lengths, plan_space
+from . import plan_device, plan_input, plan_space
 from .common import JSON, InputError, Options, Parser, user_input
-from .plan_baseline import BESIDE_GIVEN, baselines, baselines_json, of_given_sizes
+from .plan_baseline import baselines, baselines_json
 from .plan_given import Given, difference, freed, jobs, replaced
 from .plan_report import report_json
 from .plan_table import answer, save_order
@@ -31,8 +31,7 @@ def declare(parser: Parser) -> None:
     plan_input.declare(parser)
     plan_device.declare(parser)
     plan_space.declare(parser)
-    for table in (plan_lengths.OPTION, _OWN):
-        table.declare(parser)
+    _OWN.declare(parser)
     parser.set_defaults(run=_plan)
 
 
@@ -57,26 +56,15 @@ def _plan(args: argparse.Namespace) -> int:
             spaces = plan_space.spaces(args, asked, gpu, own)
             budgets = plan_device.budgets(args, gpu)
             others = baselines(args, given, gpu, own, spaces, budgets, progress)
-            units, alone = others.units, not args.schedules  # else a pipeline is asked for
-            seeds, effort = others.seeds(spaces, alone=alone), args.effort
-            slower = plan_space.slower(args)
-            if args.grid:
-                progress("your sizes")
-                seeds = of_given_sizes(args, given, gpu, budgets, seeds, units)
-                effort *= BESIDE_GIVEN
-            asked_for = spaces, *budgets, effort, progress, seeds, slower, units
-            result = Search(*asked_for, alone=alone).run()
+            alone = not args.schedules  # else a pipeline is asked for
+            asked_for = spaces, *budgets, args.effort, progress, others.seeds(spaces, alone=alone)
+            result = Search(*asked_for, others.units, alone=alone).run()
     best = result.best
     notes = [*notes, *spaces[0].job.assumptions]
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
         save_order(args.output, best)
     data = report_json(result, spaces, ignored, notes, seconds, args.output)
-    if args.microbatch_cost is not None:
-        with user_input():
-            rows = plan_lengths.of_points(args.microbatch_cost, result.front)
-        data["lengths"] = [row.json for row in rows]
-        data["microbatch_cost"] = args.microbatch_cost
     data["model_flags"] = plan_input.model_flags(args, given)
     data |= baselines_json(others, result, gpu)
     flags = (data["chosen"] or data["needs"])["flags"]
@@ -85,7 +73,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(data))
     else:
-        print(answer(data, args.output, every=args.verbose))
+        print(answer(data, every=args.verbose))
     return 0 if best is not None else 1
 
 

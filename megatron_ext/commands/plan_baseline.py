@@ -18,7 +18,7 @@ from ..plan.search import Search
 from ..plan.space import SearchSpace
 from ..plan.stock import allows, named, of_stock
 from . import plan_space
-from .plan_given import Given, jobs
+from .plan_given import Given
 from .plan_report import point_json
 
 YOURS, STOCK = "yours", "stock"
@@ -81,36 +81,11 @@ def baselines(
     try:
         asked = [of_stock(space) for space in spaces]
         effort = args.effort * _STOCK_EFFORT
-        found = Search(asked, *budgets, effort, progress, units=units, front=False).run()
+        found = Search(asked, *budgets, effort, progress, units=units).run()
         stock = found.best or found.smallest
     except ValueError:
         pass  # Megatron has none for these numbers
     return Baselines(yours, stock, units)
-
-
-BESIDE_GIVEN = 0.5  # of a search's work, where the sizes given were searched before
-
-
-def of_given_sizes(
-    args: argparse.Namespace,
-    given: dict[str, Any],
-    gpu: Gpu,
-    budgets: tuple[int, int | None],
-    seeds: list[Point],
-    units: Units,
-) -> list[Point]:
-    """``seeds`` and what is found for the user's own sizes, so that free ones are never slower; the
-    seeds alone where these sizes are not complete, or cannot be."""
-    own = argparse.Namespace(**{**vars(args), "grid": False})
-    try:
-        user = Given.of(own, given)
-        if user.searches:
-            return seeds
-        spaces = plan_space.spaces(own, jobs(own, given, gpu), gpu, user)
-        search = Search(spaces, *budgets, args.effort, given=seeds, units=units, front=False)
-        return search.run().points
-    except ValueError:
-        return seeds
 
 
 def _yours(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu, own: Given) -> Point | str:

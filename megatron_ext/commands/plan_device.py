@@ -25,29 +25,22 @@ _DEVICE = Options(
         "--network-bandwidth X": "between nodes, bytes/s each way",
         "--exchange-bandwidth X": "measured rate, in bytes/s, at which a device's rows reach the "
         "experts of other ranks, for example with DeepEP",
+        "--efficiency X": "share of the peak that large matrix products reach",
     },
     kinds=dict.fromkeys(
         (
             *("--gpu-flops", "--gpu-bandwidth", "--peer-bandwidth"),
-            *("--network-bandwidth", "--exchange-bandwidth"),
+            *("--network-bandwidth", "--exchange-bandwidth", "--efficiency"),
         ),
         float,
     ),
     defaults={"--gpu": "H100", "--reserve": "6GiB"},
 )
-_MEASURED = Options(
-    {
-        "--efficiency X": "share of the peak that large matrix products reach",
-        "--profile FILE": "measured times, bytes and rates in place of computed ones; one for each "
-        "microbatch size and recompute setting",
-    },
-    kinds={"--efficiency": float, "--profile": list},
-)
 
 
 def declare(parser: Parser) -> None:
     """What describes the device and the budget."""
-    parser.declare("device and budget", _DEVICE, _MEASURED)
+    parser.declare("device and budget", _DEVICE)
 
 
 def gpu(args: argparse.Namespace) -> Gpu:

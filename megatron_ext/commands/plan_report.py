@@ -11,15 +11,10 @@ from ..plan.model import Job
 from ..plan.point import Point
 from ..plan.result import Result
 from ..plan.space import SearchSpace
-from ..plan.throughput import devices, throughput
+from ..plan.throughput import devices, expected_error, throughput
 from ..schedule.costs import number_to_json
 from .plan_assumed import assumptions
 from .plan_moe import plan_layer_json, plan_words
-from .plan_options import (
-    error_to_expect,
-    expert_overlap,
-    whole_vocabulary,
-)
 
 
 def report_json(
@@ -33,7 +28,7 @@ def report_json(
     """The whole answer; times in milliseconds, sizes in bytes.
 
     ``chosen`` is null where nothing fits; then ``needs`` says what would. ``expected_error``: of
-    step times, as a share; null where passes were measured. ``skipped``: candidates that a bound
+    step times, as a share. ``skipped``: candidates that a bound
     would have let in; ``cut``: of these, what only the limit of work left out; ``possible``: by
     which share one of them may be faster, at most.
     """
@@ -47,14 +42,13 @@ def report_json(
         "memory_cap_bytes": result.budget,
         "host_cap_bytes": result.host_budget,
         "front": [point_json(point, gpu) for point in result.front],
-        "expected_error": error_to_expect(space),
+        "expected_error": expected_error(gpu, shown.job),
         "chosen": None,
         "simulated": len(result.points),
         "candidates": result.candidates,
         "skipped": result.skipped,
         "cut": result.cut,
         "possible": result.possible,
-        "slower": None if result.slower is None else float(result.slower),
         "ignored": list(ignored),
         "assumptions": assumptions(space, notes, len(spaces) > 1),
         "seconds": round(seconds, 3),
@@ -65,12 +59,7 @@ def report_json(
         data["chosen"] = {
             **point_json(best, gpu),
             "flags": best.flags(file, ours=not space.stock),
-            "step_ms_by_name": number_to_json(best.as_named() / 1000)
-            if best.offload is None and best.is_full
-            else None,
             "moe_layer": plan_layer_json(best, gpu),
-            "expert_overlap": expert_overlap(result),
-            "whole_vocabulary": whole_vocabulary(result, space, best),
             "ranks": [rank_json(rank) for rank in best.ranks],
         }
     else:

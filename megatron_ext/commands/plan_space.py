@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 
 from .._input import meant
 from ..plan.gpu import Gpu
 from ..plan.model import Job, PlanError
-from ..plan.profile import Profile
 from ..plan.slices import NUMBERS
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
@@ -40,11 +38,10 @@ def spaces(
     """
     if len(jobs) == 1 and not args.grid and not own.searches:
         return [of_division(args, jobs[0], gpu, own)]
-    for value, flag in ((args.microbatches, "--microbatches"), (args.profile, "--profile")):
-        if value:
-            raise PlanError(
-                f"{flag} is of one division: give the parallel sizes and --pp beside it"
-            )
+    if args.microbatches:
+        raise PlanError(
+            "--microbatches is of one division: give the parallel sizes and --pp beside it"
+        )
     asked = numbers(args.micro_batch_sizes, "--micro-batch-sizes")
     found = []
     for job in jobs:
@@ -84,15 +81,13 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
         pp,
         schedules(args.schedules),
         numbers(args.chunks, "--chunks") or _chunks(job, own),
-        _sizes(args, job, _profiles(args, job)),
+        _sizes(args, job),
         recompute(args, job),
         {None: OFFLOAD, "any": OFFLOAD, "off": ()}.get(offload, (str(offload),)),
-        args.offload_transfer,
         not args.no_balance,
-        _profiles(args, job),
         always_offload=offload in OFFLOAD,
         vocabulary=args.shard_vocabulary == "auto",
-        full_recompute=args.cheap_recompute in (None, "auto") and not args.profile,
+        full_recompute=args.cheap_recompute in (None, "auto"),
         overlap=own.overlap,
         slices=_slices(args),
     )
@@ -100,7 +95,7 @@ def of_division(args: argparse.Namespace, job: Job, gpu: Gpu, own: Given) -> Sea
 
 def _slices(args: argparse.Namespace) -> tuple[int, ...]:
     """Numbers of slices that are tried."""
-    if args.slices == "off" or args.profile:
+    if args.slices == "off":
         return ()
     if args.slices in (None, "auto"):
         return NUMBERS
@@ -122,20 +117,6 @@ def schedules(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def _profiles(args: argparse.Namespace, job: Job) -> dict[tuple[int, bool], Profile]:
-    if args.profile and job.vocab_parallel:
-        raise PlanError(
-            "--profile has times of the whole vocabulary's layers; drop it or --pp-vocab-parallel"
-        )
-    profiles = {}
-    for path in args.profile or ():
-        profile = Profile.load(path)
-        size, cheap = profile.micro_batch_size, profile.cheap_recompute
-        profile.require(job.with_(micro_batch_size=size, cheap_recompute=cheap))
-        profiles[profile.micro_batch_size, profile.cheap_recompute] = profile
-    return profiles
-
-
 def _chunks(job: Job, own: Given) -> tuple[int, ...]:
     """2, 4 and the user's own."""
     pp = job.pipeline_model_parallel_size
@@ -143,14 +124,10 @@ def _chunks(job: Job, own: Given) -> tuple[int, ...]:
     return tuple(v for v in sorted({2, 4} | mine) if v == 2 or v * pp <= job.num_layers)
 
 
-def _sizes(
-    args: argparse.Namespace, job: Job, profiles: dict[tuple[int, bool], Profile]
-) -> tuple[int, ...]:
+def _sizes(args: argparse.Namespace, job: Job) -> tuple[int, ...]:
     given = numbers(args.micro_batch_sizes, "--micro-batch-sizes")
     if given is not None:
         return given
-    if profiles:
-        return tuple(sorted({size for size, _ in profiles}))
     assert job.global_batch_size is not None
     share = job.global_batch_size // job.data_parallel_size
     return tuple(b for b in sorted({1, 2, 4, job.micro_batch_size}) if share % b == 0)
@@ -165,13 +142,6 @@ def recompute(args: argparse.Namespace, job: Job) -> tuple[bool, ...]:
     if args.cheap_recompute == "on" and job.recompute_granularity == "full":
         raise PlanError("--cheap-recompute on has nothing to do under full recomputation")
     return (args.cheap_recompute == "on",)
-
-
-def slower(args: argparse.Namespace) -> Fraction | None:
-    """By which share an answer may be slower than the fastest; None: the objective is time."""
-    if args.objective == "memory":
-        return Fraction(1, 20) if args.slower is None else Fraction(args.slower)
-    return None
 
 
 def numbers(text: str | None, flag: str) -> tuple[int, ...] | None:

@@ -9,26 +9,23 @@ from ..schedule import save
 from ..view.table import columns
 from .common import InputError, output
 from .plan_baseline import gain, reference
-from .plan_lengths import text_of as lengths_text
 from .plan_text import assumptions_text, difference_text, report_text, table_of
 
 
-def answer(data: dict[str, Any], file: str | None, *, every: bool) -> str:
+def answer(data: dict[str, Any], *, every: bool) -> str:
     """The whole answer for people.
 
     Args:
-        file: that the order was written to.
         every: with all assumptions.
     """
-    lengths = lengths_text(data["lengths"], data["microbatch_cost"]) if "lengths" in data else []
-    end = [*lengths, *assumptions_text(data, every), *difference_text(data)]
-    return "\n".join([report_text(data, file, table(data)), *end])
+    end = [*assumptions_text(data, every), *difference_text(data)]
+    return "\n".join([report_text(data, table(data)), *end])
 
 
 def table(data: dict[str, Any]) -> list[str]:
     """The points of the front with their gain, and what they are compared with."""
     rows = data["baselines"]
-    error = data["expected_error"] or 0.0
+    error = data["expected_error"]
     beside = reference(rows)
     heads, *cells = table_of([*data["front"], *rows])
     for point, row in zip(data["front"], cells):

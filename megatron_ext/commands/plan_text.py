@@ -8,11 +8,10 @@ from typing import Any
 
 from ..view.timeline import decimal
 from .plan_moe import plan_layer_text
-from .plan_options import expert_overlap_text, vocabulary_text
 
 
-def report_text(data: dict[str, Any], file: str | None, rows: Sequence[str]) -> str:
-    """``report_json``'s answer for people; ``file`` as there, ``rows`` of its points."""
+def report_text(data: dict[str, Any], rows: Sequence[str]) -> str:
+    """``report_json``'s answer for people; ``rows`` of its points."""
     grid = data.get("grid")
     lines = [
         f"{data['pp'] if grid is None else grid['world_size']} "
@@ -30,7 +29,7 @@ def report_text(data: dict[str, Any], file: str | None, rows: Sequence[str]) -> 
         lines += [*nothing_fits_text(data), "", *rows]
     else:
         heading = "Pareto-optimal in time of an iteration, device and host memory, of what was "
-        lines += [f"{heading}simulated and fits:", *rows, "", *chosen_text(data, file)]
+        lines += [f"{heading}simulated and fits:", *rows, "", *chosen_text(data)]
     if grid is not None and grid["without_pipeline"] is not None:
         alone = grid["without_pipeline"]
         cost = f"{alone['iteration_ms']:.1f} ms an iteration, {gib(alone['peak_bytes'])}"
@@ -107,14 +106,13 @@ def table_of(points: Sequence[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
-    """The flags of the fastest point that fits, and its ranks; ``file`` as ``report_json``."""
+def chosen_text(data: dict[str, Any]) -> list[str]:
+    """The flags of the fastest point that fits, and its ranks."""
     best = data["chosen"]
     model = data.get("model_flags") or []
     lines = [*_iteration(best), *error_text(data)]
     lines += ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
-    lines += [*_chosen(data, file), *_replaced(data), *vocabulary_text(data, gib)]
-    lines += expert_overlap_text(data, gib)
+    lines += _chosen(data)
     return [*lines, "", *_ranks(best["ranks"])]
 
 
@@ -142,37 +140,20 @@ def _iteration(best: dict[str, Any]) -> list[str]:
 
 
 def error_text(data: dict[str, Any]) -> list[str]:
-    """What step times are worth, and an empty line; nothing where passes were measured."""
-    error = data["expected_error"]
-    if error is None:
-        return []
-    return [f"step times: expect an error of {error:.0%}", ""]
+    """What step times are worth, and an empty line."""
+    return [f"step times: expect an error of {data['expected_error']:.0%}", ""]
 
 
-def _chosen(data: dict[str, Any], file: str | None) -> list[str]:
+def _chosen(data: dict[str, Any]) -> list[str]:
     best = data["chosen"]
     what = "the fastest" if not data["skipped"] else "the fastest that was found"
-    if data["slower"] is not None:
-        what = f"the smallest at most {data['slower']:.0%} slower than {what}"
     lines = [f"flags of {what}:", *(f"  {words}" for words in best["flags"])]
     if best["division"]["pipeline"] == 1:
         lines.append("  (without a pipeline: stock Megatron, no schedule of ours)")
     lines += plan_layer_text(best.get("moe_layer"))
-    named = best["step_ms_by_name"]
-    if file is None and named not in (None, best["step_ms"]):
-        lines.append(
-            f"  (with the order that training makes for these flags a step takes {named:.1f} ms; "
-            "--output FILE.json writes the order above, for --pp-schedule FILE.json)"
-        )
     if best["offload_note"]:
         lines.append(f"  ({best['offload_note']})")
     return lines
-
-
-def _replaced(data: dict[str, Any]) -> list[str]:
-    """Which of the user's own flags do not go with those of the answer."""
-    flags = ", ".join(data.get("replaced_flags") or ())
-    return [f"  (leave out your own {flags}: the flags above replace them)"] if flags else []
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "running_pass", "total")
@@ -200,7 +181,6 @@ def nothing_fits_text(data: dict[str, Any]) -> list[str]:
         *_ranks(least["ranks"]),
         "its flags would be:",
         *(f"  {words}" for words in least["flags"]),
-        *_replaced(data),
     ]
 
 

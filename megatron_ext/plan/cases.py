@@ -18,7 +18,7 @@ from .model import Job
 from .overlap import is_open
 from .parameters import Count, StateBytes, shard_parameters, stage_parameters, state_bytes
 from .space import SearchSpace
-from .times import PassTimes, least_times, vocabulary_times
+from .times import PassTimes, least_times, stage_times, vocabulary_times
 
 
 class Case(NamedTuple):
@@ -81,7 +81,7 @@ class _Forms:
         if self.job.overlap_moe_expert_parallel_comm or is_open(self.job):
             paired = self.job.with_(overlap_moe_expert_parallel_comm=True)
             return least_times(paired, split, self.space.gpu)
-        return self.space.times(self.job, split)
+        return stage_times(self.job, split, self.space.gpu)
 
     def case(self, vee: bool, budget: int) -> Case:
         """One placement's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, TypeVar
@@ -72,11 +72,6 @@ class Point:
         return self.spec.pp > 1
 
     @property
-    def is_full(self) -> bool:
-        """The order was made with all the effort that training makes it with."""
-        return self.spec.effort >= default_effort()
-
-    @property
     def name(self) -> str:
         """The schedule's."""
         return self.spec.name if self.is_pipeline else NO_PIPELINE
@@ -98,17 +93,6 @@ class Point:
     def schedule(self) -> Schedule:
         """The schedule itself, with its offload, made again."""
         return select(self.spec).schedule
-
-    def as_named(self) -> Fraction:
-        """Microseconds if training makes the order, by the schedule's name.
-
-        The stages' times are the same; only the order of the passes may be made for others.
-        """
-        spec = replace(self.spec, costs=self.workload.by_name.costs, effort=default_effort())
-        if not self.is_pipeline or self.spec.slices or spec == self.spec:
-            return self.makespan_us
-        made = select(spec).schedule
-        return simulate(made, self.workload.costs).makespan
 
     def simulate_arguments(self, stage_file: str) -> list[str]:
         """Of ``megatron-ext simulate``, which gives the same numbers.
@@ -163,7 +147,7 @@ class Point:
         if file is not None:
             return [*words, f"--pp-schedule {file}"]
         words += [f"--pp-schedule {spec.name}"]
-        words += [flag for flag in (self.workload.by_name.flag,) if flag]
+        words += [flag for flag in (self.workload.cost_flag,) if flag]
         words += [f"{SLICES} {spec.slices[0]}"] if spec.slices else []
         return words + [f"--pp-{option} {value}" for option, value in self._options()]
 
@@ -178,7 +162,6 @@ class Point:
             link = self.spec.offload.link
             words.append(("offload", str(self.spec.offload.wanted)))
             words.append(("offload-time", link.text))
-            words.append(("offload-transfer", link.policy))
         return words
 
     def stage_cost(self) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""What a search found: points, those that fit, the front, the best by the objective."""
+"""What a search found: points, those that fit, the front, the fastest."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from .model import Job
 from .point import Point, front
@@ -16,8 +15,6 @@ class Result:
     Attributes:
         budget, host_budget: bytes per rank, of the device and of the host (None: no limit).
         points: all that were simulated, the given ones among them.
-        slower: of the objective ``memory``: the fastest's time may be exceeded by this share;
-            None: the objective is time.
         divisions, cases: how many there are; ``searched`` cases had candidates made of them.
         unsearched: cases that a bound would have let in, but not their likely time.
         candidates: schedules with a likely time.
@@ -29,7 +26,6 @@ class Result:
     budget: int
     host_budget: int | None
     points: list[Point] = field(default_factory=list)
-    slower: Fraction | None = None
     divisions: int = 0
     cases: int = 0
     searched: int = 0
@@ -51,7 +47,7 @@ class Result:
         return front(filter(self.fits, self.points), Point.key)
 
     @property
-    def fastest(self) -> Point | None:
+    def best(self) -> Point | None:
         """Of those that fit; of equally fast ones what needs least of the host, then least."""
         fitting = [point for point in self.points if self.fits(point)]
         return min(
@@ -59,16 +55,6 @@ class Result:
             key=lambda point: (point.iteration_us, point.host_bytes, point.worst.total),
             default=None,
         )
-
-    @property
-    def best(self) -> Point | None:
-        """By the objective: the fastest, or the smallest of those that are fast enough."""
-        fastest = self.fastest
-        if fastest is None or self.slower is None:
-            return fastest
-        limit = fastest.iteration_us * (1 + self.slower)
-        near = [p for p in self.points if self.fits(p) and p.iteration_us <= limit]
-        return min(near, key=lambda p: (p.worst.total, p.iteration_us, p.host_bytes))
 
     @property
     def smallest(self) -> Point:
@@ -81,7 +67,7 @@ class Result:
     @property
     def possible(self) -> float:
         """By which share an order that was not made may be faster than the fastest, at most."""
-        best = self.fastest
+        best = self.best
         if best is None or self.least_us is None:
             return 0.0
         return max(0.0, 1 - self.least_us / float(best.iteration_us))

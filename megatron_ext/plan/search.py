@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from itertools import count
 
 from ..schedule import GENERATORS, Costs, ScheduleSpec
@@ -65,10 +64,8 @@ class Search:
         effort: a factor on the work.
         progress: called with a line now and then.
         given: points that are there before, and may be the answer.
-        slower: as ``Result``.
         units: shared with other searches.
         alone: no pipeline may be the answer, where a space has one rank.
-        front: look for points with less memory than the best too.
     """
 
     def __init__(
@@ -79,16 +76,14 @@ class Search:
         effort: float = 1.0,
         progress: Callable[[str], None] = lambda line: None,
         given: Iterable[Point] = (),
-        slower: Fraction | None = None,
         units: Units | None = None,
         *,
         alone: bool = True,
-        front: bool = True,
     ) -> None:
-        self.spaces, self.progress, self.alone, self.front = spaces, progress, alone, front
+        self.spaces, self.progress, self.alone = spaces, progress, alone
         self.units = Units() if units is None else units
         self.work = Work(MOST * effort)
-        self.result = Result(budget, host_budget, list(given), slower)
+        self.result = Result(budget, host_budget, list(given))
         self.queue: list[tuple[float, int, Case | Candidate]] = []
         self._numbers = count()
         self.seen = Seen()
@@ -112,10 +107,6 @@ class Search:
                 break  # else the orders in full are too large, or slower
         later.costly(self)
         self._polish()
-        if self.front:
-            later.small(self)
-            self._polish()
-            later.whole_vocabulary(self)
         alone += [result.alone] if self.alone and result.alone is not None else []
         for point in alone:
             if not any(p.key() == point.key() for p in result.points):
@@ -139,7 +130,7 @@ class Search:
     @property
     def best_us(self) -> float:
         """Of the fastest that fits; infinite without one."""
-        best = self.result.fastest
+        best = self.result.best
         return float("inf") if best is None else float(best.iteration_us)
 
     def _begin(self) -> None:
@@ -181,7 +172,7 @@ class Search:
         budget = self.result.budget
         while self.queue and (
             self.work.more_than(FOR_COSTLY)
-            or (self.result.fastest is None and self.work.more_than(_WITHOUT))
+            or (self.result.best is None and self.work.more_than(_WITHOUT))
         ):
             key, _, one = heapq.heappop(self.queue)
             if key >= self.best_us:
@@ -254,7 +245,7 @@ class Search:
         return point
 
     def _tell(self, point: Point) -> None:
-        best, text = self.result.fastest, "none fits yet"
+        best, text = self.result.best, "none fits yet"
         if best is not None:
             text = f"best {self.best_us / 1e3:.1f} ms on {division_text(best.job)}, {best.name}"
             left = min((one.bound_us for _, _, one in self.queue), default=self.best_us)
@@ -322,7 +313,7 @@ def _is_dear(search: Search, one: Candidate) -> bool:
     """Too much work for what is left of it."""
     if one.spec.offload:
         return not search.work.affords(one.spec, FOR_COSTLY)
-    found = search.result.fastest is not None
+    found = search.result.best is not None
     return found and not search.work.affords(replace(one.spec, effort=0.0), FOR_LAST)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 from ..schedule import (
@@ -18,11 +18,9 @@ from .balance import balanced
 from .collectives import NO_OVERLAP, Overlap
 from .gpu import Gpu
 from .layout import Split, split_of
-from .memory import StageBytes, stage_bytes
+from .memory import stage_bytes
 from .model import Job, PlanError
-from .profile import Profile
 from .times import (
-    PassTimes,
     costs_in_us,
     exchange_shares,
     hop_time,
@@ -32,7 +30,7 @@ from .times import (
     with_exchange,
 )
 from .vocabulary import settings, shard_states
-from .workload import Workload, named_by
+from .workload import Workload, cost_flag
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,7 @@ class SearchSpace:
         cheap_recompute: which of False and True.
         offload: as ``--offload``, in the order in which they are tried; empty for none. ``auto``
             after others is for links that are too slow for those.
-        policy: how sets travel.
         balance: layouts other than Megatron's even one may be proposed.
-        profiles: measured, by (microbatch size, cheap recompute).
         always_offload: every point has an offload of ``offload``; False: where it is of use.
         vocabulary: try the vocabulary in one piece and sharded, as far as the job allows.
         full_recompute: try full recompute too, where the job has none of its own.
@@ -65,9 +61,7 @@ class SearchSpace:
     micro_batch_sizes: tuple[int, ...] = (1,)
     cheap_recompute: tuple[bool, ...] = (False, True)
     offload: tuple[str, ...] = ("half", "full", "auto")
-    policy: str = "single"
     balance: bool = True
-    profiles: dict[tuple[int, bool], Profile] = field(default_factory=dict)
     always_offload: bool = False
     vocabulary: bool = False
     full_recompute: bool = False
@@ -104,23 +98,16 @@ class SearchSpace:
         failed: PlanError | None = None
         for size in self.micro_batch_sizes:
             for job in self._recomputes(size):
-                if self.profiles and (size, job.cheap_recompute) not in self.profiles:
-                    continue
                 try:
                     microbatches = job.microbatches()
                 except PlanError as error:
                     failed = error
                     continue
-                # What was measured is of one plan of the MoE layers, and of one vocabulary.
-                each = [job] if self.profiles else moe_variants(job, self.gpu)
-                choose = self.vocabulary and not self.profiles and self.pp > 1
-                both = settings(job, choose=choose)
+                each = moe_variants(job, self.gpu)
+                both = settings(job, choose=self.vocabulary and self.pp > 1)
                 out += [(o.with_(vocab_parallel=v), microbatches) for v in both for o in each]
-        if not out:
-            raise failed or PlanError(
-                "no profile is for one of the microbatch sizes and recompute settings searched; "
-                "give --micro-batch-sizes, or another --profile"
-            )
+        if failed is not None and not out:
+            raise failed
         return out
 
     def _recomputes(self, size: int) -> list[Job]:
@@ -143,20 +130,14 @@ class SearchSpace:
 
     def workload(self, job: Job, microbatches: int, split: Split) -> Workload:
         """Costs and bytes of one split."""
-        profile = self.profile(job)
-        hop = hop_time(job, self.gpu)
-        stages: Sequence[StageBytes] = stage_bytes(job, split)
-        if profile is not None:
-            hop = hop if profile.hop is None else profile.hop
-            stages = profile.sized(stages, split)
-        costs = costs_in_us(self.times(job, split), hop, vocabulary_times(job, self.gpu))
-        by_name = named_by(costs, profile, split, self.gpu, self.pp)
+        times, hop = stage_times(job, split, self.gpu), hop_time(job, self.gpu)
+        costs = costs_in_us(times, hop, vocabulary_times(job, self.gpu))
+        by_name = cost_flag(costs, self.gpu, self.pp)
         if job.overlap_moe_expert_parallel_comm:
             shares = exchange_shares(job, split, self.gpu)
             costs = with_exchange(costs, shares, self.pp)
-            by_name = by_name._replace(costs=with_exchange(by_name.costs, shares, self.pp))
         return Workload(
-            *(job, microbatches, split, costs, tuple(stages), by_name),
+            *(job, microbatches, split, costs, tuple(stage_bytes(job, split)), by_name),
             *(self.gpu, self.overlap),
         )
 
@@ -182,7 +163,7 @@ class SearchSpace:
         """The split that evens out the ranks' work; None if it has to stay or cannot be."""
         if not self.balance or job.stages_are_given or placement.num_stages < 3:
             return None
-        first, middle, last = map(sum, self.times(job, _ends(job)))
+        first, middle, last = map(sum, stage_times(job, _ends(job), self.gpu))
         each = [middle / job.num_layers] * placement.pp
         return balanced(placement, job.num_layers, each, first, last)
 
@@ -202,24 +183,11 @@ class SearchSpace:
 
     def link(self, workload: Workload, placement: Placement) -> Link:
         """Transfer times of every stage's sets beside its passes."""
-        profile = self.profile(workload.job)
-        there, back = self.gpu.to_host, self.gpu.to_device
-        if profile is not None:
-            there, back = profile.to_host or there, profile.to_device or back
         durations = workload.costs.durations(placement)
         rows = zip(durations.forward, durations.backward_input, durations.backward_weight)
         seconds = [float(Fraction(sum(row), durations.scale)) / 1e6 for row in rows]
         sizes = [stage.sets.bytes_f_to_b for stage in workload.stages]
-        return Link.measured(placement, sizes, seconds, (there, back), self.policy)
-
-    def profile(self, job: Job) -> Profile | None:
-        """What was measured of a job; None: nothing."""
-        return self.profiles.get((job.micro_batch_size, job.cheap_recompute))
-
-    def times(self, job: Job, split: Split) -> list[PassTimes]:
-        """F, B and W of every stage for one microbatch, in seconds: measured or estimated."""
-        profile = self.profile(job)
-        return stage_times(job, split, self.gpu) if profile is None else profile.times(split)
+        return Link.measured(placement, sizes, seconds, (self.gpu.to_host, self.gpu.to_device))
 
 
 def _ends(job: Job) -> Split:

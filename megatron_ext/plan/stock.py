@@ -20,8 +20,6 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 def of_stock(space: SearchSpace) -> SearchSpace:
     """What Megatron can do by itself: its schedules and split, and full recompute."""
     job = space.job.with_(vocab_parallel=False, cheap_recompute=False)
-    if space.profiles and (job.micro_batch_size, False) not in space.profiles:
-        job = space.job  # nothing else was measured
     if has_experts(job):
         job = without_chunks(job)
         if job.overlap_moe_expert_parallel_comm is None:
@@ -35,7 +33,7 @@ def of_stock(space: SearchSpace) -> SearchSpace:
         balance=False,
         always_offload=False,
         vocabulary=False,
-        full_recompute=not space.profiles and not job.cheap_recompute,
+        full_recompute=not job.cheap_recompute,
         slices=(),
         stock=True,
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..schedule import Costs, Placement, Schedule
 from ..schedule.costs import number_to_json
@@ -13,20 +11,7 @@ from .gpu import Gpu
 from .layout import Split
 from .memory import RankBytes, StageBytes, message_bytes, rank_bytes
 from .model import Job
-from .profile import Profile
 from .times import mean_costs
-
-
-class ByName(NamedTuple):
-    """What training makes an order for if it is given a schedule's name.
-
-    Attributes:
-        flag: with which it does; empty: without one.
-        costs: that it makes the order for.
-    """
-
-    flag: str
-    costs: Costs
 
 
 @dataclass(frozen=True)
@@ -38,7 +23,7 @@ class Workload:
         split: layers of every stage.
         costs: of the stages, in microseconds.
         stages: bytes of every stage.
-        by_name: how training comes to these costs.
+        cost_flag: with which training makes orders for these costs; empty: without one.
         gpu: the device.
         overlap: which data-parallel exchange passes hide.
     """
@@ -48,7 +33,7 @@ class Workload:
     split: Split
     costs: Costs
     stages: tuple[StageBytes, ...]
-    by_name: ByName
+    cost_flag: str
     gpu: Gpu
     overlap: Overlap
 
@@ -79,16 +64,10 @@ class Workload:
         return overhead(self.job, links, rows, passes, attention, self.microbatches, self.overlap)
 
 
-def named_by(costs: Costs, profile: Profile | None, split: Split, gpu: Gpu, pp: int) -> ByName:
-    """How training comes to ``costs``, of which the order of a name is made.
-
-    Args:
-        profile: measured; None: they are estimated for ``gpu``.
-    """
-    if profile is not None and profile.path:
-        return ByName(f"--pp-profile {shlex.quote(profile.path)}", profile.costs(split))
-    if profile is None and gpu.has_rates_of_the_table:
-        return ByName("", costs)  # training measures them
+def cost_flag(costs: Costs, gpu: Gpu, pp: int) -> str:
+    """The flag with which training makes orders for ``costs``; empty where it measures them."""
+    if gpu.has_rates_of_the_table:
+        return ""
     mean = mean_costs(costs, pp)
     numbers = mean.forward, mean.backward_input, mean.backward_weight, mean.hop
-    return ByName("--pp-cost " + ",".join(str(number_to_json(x)) for x in numbers), mean)
+    return "--pp-cost " + ",".join(str(number_to_json(x)) for x in numbers)

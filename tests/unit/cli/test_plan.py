@@ -96,24 +96,17 @@ def test_a_sharded_vocabulary_is_proposed_where_it_wins(run, tmp_path):
     path = tmp_path / "plan.json"
     words = "--memory-cap", "30GiB", "--vocab-size", "256000", "--slices", "off"
     data = _json(run, *words, "--output", str(path))
-    chosen, whole = data["chosen"], data["chosen"]["whole_vocabulary"]
+    chosen = data["chosen"]
     assert chosen["vocab_parallel"] and "--pp-vocab-parallel" in chosen["flags"]
-    assert chosen["step_ms"] < whole["step_ms"] and whole["busy_ms"][0] > whole["busy_ms"][1]
     said = json.loads(run("simulate", "--schedule", path, "--json")[1])
     assert said["makespan"] / 1000 == pytest.approx(chosen["step_ms"], rel=1e-12)
     assert run("simulate", "--schedule", path)[0] == 0
     off = _json(run, *words, "--shard-vocabulary", "off")["chosen"]
-    # The likely fastest without it, which is seldom not the fastest.
-    assert off["step_ms"] <= whole["step_ms"] < 1.01 * off["step_ms"]
-    assert off["whole_vocabulary"] is None
+    assert chosen["step_ms"] < off["step_ms"]
     assert not any("vocab" in flag for flag in off["flags"])
     asked = _json(run, *words, "--pp-vocab-parallel")
     assert all(point["vocab_parallel"] for point in asked["front"])
     assert asked["chosen"]["step_ms"] == chosen["step_ms"]
-    text = run(
-        "plan", *shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 30GiB --vocab-size 256000")
-    )
-    assert "(--pp-vocab-parallel: the heaviest rank computes" in text[1]
 
 
 def test_what_the_answer_is_compared_with(run):
@@ -150,9 +143,8 @@ def test_the_users_own_layout(run):
     assert "given" in row and "even" not in row
     assert "--pipeline-model-parallel-layout" in out
     first, last = uneven.split()[::2]
-    assert f"leave out your own {first}, {last}: the flags above replace them" in out
-    kept = run("plan", *words, "--no-balance")[1]
-    assert "leave out your own" not in kept
+    assert f"- {first} 2" in out and f"- {last} 6" in out
+    assert f"- {first}" not in run("plan", *words, "--no-balance")[1]
     virtual = "--num-layers-per-virtual-pipeline-stage 2"
     data = json.loads(
         run("plan", "--from-args", f"{LINE} {virtual}", *shlex.split(ONE), "--json")[1]
@@ -211,14 +203,12 @@ def test_nothing_fits(run):
         ("--memory-cap 60", "--memory-cap 60 is 60 bytes; write 60GiB?"),
         ("--memory-cap 60KiB", "--memory-cap 60KiB is 61440 bytes, less than 1 MiB"),
         ("--reserve 200GiB", "leaves nothing"),
-        ("--pp-vocab-parallel --profile x.json", "has times of the whole vocabulary's layers"),
         ("--schedules x", "unknown schedule 'x'"),
         ("--pp 1", "at least 2 ranks"),
         ("--pp 3", "no multiple of tensor x pipeline"),
         ("--global-batch-size 8", "both give the batch"),
         ("--micro-batch-sizes 3", "no multiple of --micro-batch-size 3"),
         ("--efficiency 2", "a share"),
-        ("--profile /no/such", "cannot read profile"),
         ("--host-bandwidth fast", "in bytes/s"),
         ("--from-args '--use-megatron-fsdp --bf16'", "not modelled: --use-megatron-fsdp"),
         ("--from-args '\"'", "cannot be split"),
@@ -290,7 +280,6 @@ def test_a_grid_that_nothing_fits(run):
     [
         ("--tensor-model-parallel-size 3", "has no division with tensor-model-parallel-size 3"),
         ("--microbatches 8", "--microbatches is of one division"),
-        ("--profile x", "--profile is of one division"),
         ("--hf-config /no/such", "cannot read --hf-config"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from fractions import Fraction
 
 import pytest
 
@@ -80,7 +79,7 @@ def test_pruning_loses_nothing(small):
 
 def test_the_front_is_one(small):
     keys = [one.key() for one in small[0].front]
-    assert keys == sorted(keys) and len(keys) > 1
+    assert keys == sorted(keys) and keys
     for key in keys:
         others = [other for other in keys if other != key]
         assert not any(all(a <= b for a, b in zip(other, key)) for other in others)
@@ -92,23 +91,9 @@ def test_the_front_misses_no_point(small):
         assert any(all(a <= b for a, b in zip(other.key(), point.key())) for other in result.front)
 
 
-def test_less_memory_as_the_objective():
-    plain, tight = (
-        Search(spaces(), 30 * GIB, slower=slower, alone=False).run()
-        for slower in (None, Fraction(1, 2))
-    )
-    limit = tight.fastest.iteration_us * Fraction(3, 2)
-    assert tight.best.worst.total < plain.best.worst.total
-    assert tight.best.iteration_us <= limit
-    assert tight.fastest.iteration_us == plain.best.iteration_us
-    for point in filter(tight.fits, tight.points):
-        if point.iteration_us <= limit:
-            assert point.worst.total >= tight.best.worst.total
-
-
 def test_points_are_what_simulate_says(small, tmp_path, capsys):
     path = tmp_path / "stages.json"
-    points = {(p.spec.pp, p.name): p for p in small[0].points}.values()
+    points = {(p.spec.pp, p.name): p for _, p in small[1]}.values()
     assert len({point.spec.pp for point in points}) > 1
     for point in points:
         path.write_text(json.dumps(point.stage_cost()))
@@ -179,7 +164,7 @@ def test_no_pipeline_has_one_order():
     where = next(one for one in spaces() if one.pp == 1)
     job, m = where.jobs()[0]
     point = without_pipeline(where, job)
-    (times,) = where.times(job, Split((8,)))
+    (times,) = stage_times(job, Split((8,)), A100)
     assert float(point.makespan_us) == pytest.approx(1e6 * m * sum(times), rel=1e-3)
     assert not point.is_pipeline and point.simulate_arguments("x") == []
     assert "--pipeline-model-parallel-size 1" in point.flags()
