@@ -170,10 +170,3 @@ def drop() -> None:
         applied, _current = _current, None
         if applied is not None:
             applied.revert()
-
-
-def end_unused() -> None:
-    """End what runs beside training, where nothing is in force; messages end with their group."""
-    if _current is None:
-        tear_down()
-        give_back(groups=False)

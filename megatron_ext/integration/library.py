@@ -12,13 +12,13 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
-from .._log import set_up
+from .._log import set_up, tear_down
 from ..runtime.watchdog import close_process_watchdog
 from . import entry_point
 from .callbacks import Callback
@@ -28,7 +28,6 @@ from .flags import given, in_options, parsed
 from .hooks import Report, declared, hooked
 from .pipeline import ScheduledPipeline, groups_of_call, pipeline_group, require_pipeline
 from .rules import Rule
-from .takeover import require_not_held
 from .targets import PARALLEL_STATE
 from .utils import chunks_of, device_of, nested, time_limit_minutes, unwrapped, watched
 
@@ -110,7 +109,7 @@ class Library(EntryPoint):
             ConfigError: the schedule or an option does not fit this model.
         """
         self._used = True
-        with _busy(), in_options():
+        with in_options():
             models = chunks_of(kwargs["model"])
             of_model = _OfModel.found(self, models[0])
             if of_model is None or of_model not in self._models:
@@ -297,18 +296,13 @@ def _rank() -> int:
 def enable(options: Mapping[str, object]) -> Report:
     """See ``megatron_ext.enable``."""
 
-    def make() -> Library:
-        library = Library(options)
-        require_not_held()
-        return library
-
-    with _busy(), in_options():
-        library: Library = entry_point.opened(make, "enable")
+    with in_options():
+        library: Library = entry_point.opened(lambda: Library(options), "enable")
     atexit.register(library.warn_if_unused)
     return Report(library.hooks)
 
 
-_functions: weakref.WeakSet[DropIn] = weakref.WeakSet()
+_alive: list[Library] = []  # of functions that there are
 
 
 class DropIn:
@@ -316,54 +310,29 @@ class DropIn:
 
     def __init__(self, options: Mapping[str, object]) -> None:
         set_up()
-        with _busy(), in_options(), entry_point.set_aside():
+        with in_options(), entry_point.set_aside():
             self._library = Library(options, entry=False)
             BUILT.require(not self._library.vee, schedule=options.get("schedule"))
             self._library.open()
             self._library.hooks.pause()
-        _functions.add(self)
+        _alive.append(self._library)
         weakref.finalize(self, _end, self._library).atexit = False
 
     def __call__(self, **kwargs: Any) -> Any:
         hooks = self._library.hooks
-        with _busy(), entry_point.set_aside():  # of ``enable``, whose hooks are for other models
+        with entry_point.set_aside():  # of ``enable``, whose hooks are for other models
             hooks.resume()
             try:
                 return self._library.forward_backward(**kwargs)
             finally:
                 hooks.pause()
-                close_process_watchdog()
-
-
-# Functions that are gone, and how much of what they could disturb runs: garbage collection comes at
-# any moment, also in a step of another model, whose hooks are bound to the same symbols.
-_gone: list[Library] = []
-_running = 0
-
-
-@contextlib.contextmanager
-def _busy() -> Iterator[None]:
-    """Inside, hooks stay as they are; functions that went meanwhile end behind it."""
-    global _running
-    _running += 1
-    try:
-        yield
-    finally:
-        _running -= 1
-        _end_gone()
 
 
 def _end(library: Library) -> None:
-    """A function is gone: end what runs for its models, now or as soon as that disturbs nobody."""
-    _gone.append(library)
-    _end_gone()
-
-
-def _end_gone() -> None:
-    """What runs for models of functions that are gone. Their messages end with their group."""
-    if _running or not _gone:
-        return
-    with _busy(), entry_point.set_aside():
-        _gone.pop().revert()
-    if not list(_functions):  # its length counts what is just going
-        entry_point.end_unused()
+    """A function is gone: end what runs for its models. Its hooks are paused, and stay so."""
+    _alive.remove(library)
+    library.hooks.bindings.clear()
+    library.revert()
+    if not _alive and entry_point.current() is None:
+        tear_down()
+        close_process_watchdog()

@@ -8,13 +8,8 @@ from ..runtime import communicators
 from ..runtime.watchdog import close_process_watchdog
 
 
-def give_back(groups: bool = True) -> None:
-    """End what runs beside training, and undo the rest.
-
-    Args:
-        groups: end communicators of messages, too, which all ranks of a group do.
-    """
+def give_back() -> None:
+    """End what runs beside training, with communicators of messages, and undo the rest."""
     with contextlib.ExitStack() as stack:
-        if groups:
-            stack.callback(communicators.close)
+        stack.callback(communicators.close)
         stack.callback(close_process_watchdog)

@@ -9,7 +9,6 @@ per-token log-probabilities come back. A result is {"returned": {step: bytes}, "
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import logging
 import sys
@@ -303,20 +302,6 @@ def refusals(case: dict[str, Any]) -> dict[str, Any]:
         enable("zb-h1")
 
     out["twice"] = error_of(twice)
-
-    class Trainer:
-        def __init__(self) -> None:
-            self.forward_backward = get_forward_backward_func(pp_size=2)
-
-    trainer = Trainer()
-    out["held_attribute"] = error_of(lambda: enable("zb-h1"))
-    del trainer
-    local = schedules.forward_backward_pipelining_without_interleaving
-    out["held_variable"] = error_of(lambda: enable("zb-h1"))
-    held = functools.partial(local, forward_only=True)
-    del local
-    out["held_partial"] = error_of(lambda: enable("zb-h1"))
-    del held
 
     original = schedules.forward_backward_pipelining_without_interleaving
     schedules.forward_backward_pipelining_without_interleaving = lambda **kwargs: None

@@ -129,11 +129,7 @@ def failed(case: dict[str, Any]) -> Any:
     """The same where opening has failed halfway."""
     initialize()
     found = {}
-    for name, options in {
-        "unknown": {"schedule": "zb-h1", "memory": 1},
-        "held": {"schedule": "zb-h1"},
-    }.items():
-        held = get_forward_backward_func() if name == "held" else None
+    for name, options in {"unknown": {"schedule": "zb-h1", "memory": 1}}.items():
         before = process()
         try:
             megatron_ext.enable(**options)
@@ -142,7 +138,6 @@ def failed(case: dict[str, Any]) -> Any:
             text = str(error)
         found[name] = text, differences(before, process())
         megatron_ext.disable()
-        del held
     return found
 
 
@@ -323,8 +318,7 @@ def _counted_puts() -> Callable[[], int]:
 
 
 def beside(case: dict[str, Any]) -> Any:
-    """A function of ours beside ``enable``: made before it, and while it is in force; in the last
-    step with one another one is collected."""
+    """A function of ours with ``enable``: made before it, and while it is in force."""
     puts, found = _counted_puts(), []
     early = megatron_ext.forward_backward_func("zb-h1")
     megatron_ext.enable("zb-h1")
@@ -335,19 +329,7 @@ def beside(case: dict[str, Any]) -> Any:
     for function in (None, early, None, between, early, None):
         losses.append(step(models, function))
         found.append(puts())
-    del between, function
-    gone, forward_step = [megatron_ext.forward_backward_func("zb-h2")], gpt_cases.forward_step
-
-    def collecting(*args: Any) -> Any:
-        gone.clear()
-        return forward_step(*args)
-
-    gpt_cases.forward_step = collecting
-    for each in (early, None):
-        losses.append(step(models, each))
-        found.append(puts())
-    gpt_cases.forward_step = forward_step
-    del early, each
+    del early, between, function
     megatron_ext.disable()
     losses.append(step(models))
     found.append(puts())
@@ -536,21 +518,18 @@ def experts(case: dict[str, Any]) -> Any:
 
 
 def unlike(case: dict[str, Any]) -> Any:
-    """What two pipelines say that exchange tokens, where one has another option, with a schedule of
-    ours and without."""
-    found = []
-    for schedule in ("zb-h1", None):
-        megatron_ext.enable(schedule, moe_pipeline_chunks=1 + dist.get_rank() % 2)
-        gpt_cases.initialize(2, 1, expert_model_parallel_size=2)
-        models = build(config={**EXPERTS, "expert_model_parallel_size": 2})
-        try:
-            step(models)
-            found.append("nothing")
-        except ValueError as error:
-            found.append(str(error))
+    """What two pipelines say that exchange tokens, where one has another option."""
+    megatron_ext.enable("zb-h1", moe_pipeline_chunks=1 + dist.get_rank() % 2)
+    gpt_cases.initialize(2, 1, expert_model_parallel_size=2)
+    models = build(config={**EXPERTS, "expert_model_parallel_size": 2})
+    try:
+        step(models)
+        return "nothing"
+    except ValueError as error:
+        return str(error)
+    finally:
         megatron_ext.disable()
         parallel_state.destroy_model_parallel()
-    return found
 
 
 def connect(case: dict[str, Any], store: str) -> None:
