@@ -16,7 +16,6 @@ from ..schedule.spec import AUTO, ScheduleSpec
 from .layout import Split
 from .memory import MESSAGES, RankBytes, StageBytes, message_bytes, rank_bytes, stage_bytes
 from .model import Job, PlanError
-from .profile import Profile
 
 _SCORED = 4  # microbatches
 _EARLY = 3  # microbatches that are embedded or in the pipeline beside one a rank
@@ -30,19 +29,15 @@ class Budget:
     Attributes:
         size: bytes per rank.
         splits: layers of every stage, for a number of stages.
-        profile: measured bytes in place of estimated ones.
     """
 
     job: Job
     size: int
     splits: Splits
-    profile: Profile | None = None
 
     def stages(self, placement: Placement) -> list[StageBytes]:
         """Bytes of every stage."""
-        split = self.splits(placement.num_stages)
-        stages = stage_bytes(self.job, split)
-        return stages if self.profile is None else self.profile.sized(stages, split)
+        return stage_bytes(self.job, self.splits(placement.num_stages))
 
     def ranks(self, schedule: Schedule) -> list[RankBytes]:
         """Every rank's peak under ``schedule``."""
@@ -138,7 +133,7 @@ class Budget:
         room = [h + (self.size - r.total) // e for h, r, e in zip(held, ranks, each)]
         binds = min(range(len(room)), key=lambda rank: (room[rank], -ranks[rank].total))
         taken = size_text(ranks[binds].total)
-        largest = f"{self._source}, {size_text(each[binds])} at most"
+        largest = f"estimated, {size_text(each[binds])} at most"
         most = number_text(room[binds])
         return (
             f"a cap of {most} activation sets ({largest}) on rank {binds}, which "
@@ -149,12 +144,8 @@ class Budget:
         """The cap on sets that stands for the budget under offload, in words."""
         return (
             f"{self.amount(placement.pp)} are a cap of {self.sets(placement, split_backward)} "
-            f"activation sets of {self._source} size on a device"
+            "activation sets of estimated size on a device"
         )
-
-    @property
-    def _source(self) -> str:
-        return "measured" if self.profile and self.profile.set_bytes else "estimated"
 
     def _largest_sets(self, placement: Placement, split_backward: bool) -> list[int]:
         """Bytes of each rank's largest set, at its largest."""

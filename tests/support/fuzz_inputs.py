@@ -21,8 +21,7 @@ from typing import Any
 from megatron_ext._input import parse_bytes
 from megatron_ext.commands.common import Parser, verify
 from megatron_ext.commands.options import declare_schedule
-from megatron_ext.plan.layout import Split, read_layout
-from megatron_ext.plan.profile import Profile
+from megatron_ext.plan.layout import read_layout
 from megatron_ext.schedule import (
     Costs,
     Link,
@@ -127,17 +126,6 @@ def _stage_costs(data: bytes) -> None:
         simulate(generate("zb-h1", 4, 3, costs=costs))
 
 
-def _profile(data: bytes) -> None:
-    profile = Profile.load(_file("profile.json", data))
-    stages = len(profile.layers)
-    for times in profile.times(Split(tuple(profile.layers))):
-        if not all(0 < x < float("inf") for x in times):
-            raise Fault(f"stage times {times} of {stages} stages")
-    profile.times(Split((1,) * stages))
-    if profile.micro_batch_size < 1:
-        raise Fault(f"microbatches of {profile.micro_batch_size}")
-
-
 def _traces(data: bytes) -> None:
     """Both ranks' files in one input, with a line of three dashes between them."""
     folder = _folder() / "traces"
@@ -221,22 +209,11 @@ def bare_targets() -> dict[str, Target]:
     """Every target that needs no torch, by name."""
     offloaded = offload_pass(generate("po", 2, 4), Link.of(2, "0.2", "0.3"), "full").schedule
     orders = [generate("1f1b", 2, 2), lower(generate("v-half", 2, 3)), offloaded]
-    profile = {
-        "format": "megatron-ext-profile/1",
-        "micro_batch_size": 1,
-        "layers": [4, 5],
-        "stages": [[1e-3, 2e-3, 1e-3]] * 2,
-        "set_bytes": [1000, 2000],
-        "hop": 1e-4,
-        "to_host": 2.1e10,
-        "model": {"hidden_size": 64},
-    }
     flags = ("cost\n1,0.98,1/2,1e-3", "cap\n0.5", "bytes\n1.5GiB", "time\n0.25,0.3")
     flags += ("line\n--pp 2 --microbatches 3 --group-size 1", "layout\nE(t*2)*2|tttt,L")
     found = [
         Target("schedule", tuple(_bytes(order.to_json()) for order in orders), _json),
         Target("stage-costs", (_bytes({"stages": [[1, 2, 0.5]] * 4}),), _stage_costs),
-        Target("profile", (_bytes(profile),), _profile),
         Target("traces", (_trace_seed(),), _traces),
         Target("flags", tuple(flag.encode() for flag in flags), _flags),
     ]

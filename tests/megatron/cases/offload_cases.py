@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,8 @@ from megatron_ext.integration.features import profile
 from megatron_ext.integration.features.offload import measure
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.device import CpuDevice
-from megatron_ext.plan.profile import Profile
-from megatron_ext.plan.times import PassTimes
 from megatron_ext.prove.faulty_device import Faults, FaultyDevice
-from megatron_ext.schedule import generate, offload_pass
+from megatron_ext.schedule import Costs, generate, offload_pass
 from megatron_ext.schedule.actions import Op
 from megatron_ext.schedule.link import Link, travel_time
 from megatron_ext.schedule.placement import Placement
@@ -112,7 +109,7 @@ CASES["v-cap/profiled"] = {
     "cap": "0.75",
     "offload": _request("auto", None, None),
 }
-_HEAVY = (*[PassTimes(0.064, 0.064, 0.064)] * 7, PassTimes(0.096, 0.096, 0.096))
+_HEAVY = [[2, 2, 2]] * 7 + [[3, 3, 3]]
 
 
 def _faulty(*unused: Any) -> CpuDevice:
@@ -120,11 +117,10 @@ def _faulty(*unused: Any) -> CpuDevice:
     return FaultyDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
 
 
-def _heavy(*args: Any, **kwargs: Any) -> Profile:
+def _heavy(*args: Any, **kwargs: Any) -> Costs:
     measured = original_agree(*args, **kwargs)
-    assert len(measured.stages) == 8 and min(map(min, measured.stages)) > 0
-    assert measured.set_bytes is not None and min(measured.set_bytes) > 0
-    return replace(measured, stages=_HEAVY)
+    assert measured.stages is not None and len(measured.stages) == 8
+    return Costs.of(hop=measured.hop, stages=_HEAVY)
 
 
 def _steady(

@@ -21,6 +21,7 @@ from megatron_ext.plan.parameters import (
     stage_parameters,
     state_bytes,
 )
+from megatron_ext.plan.quantization import recipe_of
 
 MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 
@@ -219,3 +220,17 @@ def test_chunks_of_the_users_own_pipeline(more, chunks):
     args = Namespace(from_args=Namespace(flags=line.split()), grid=None)
     own = Given.of(args, read(line.split())[0])
     assert (own.chunks, own.schedule) == (chunks, "interleaved" if chunks > 1 else "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("given", "recipe"),
+    [
+        ({}, None),
+        ({"fp8": None, "fp8_recipe": "delayed"}, None),
+        ({"fp8_format": "hybrid"}, "delayed"),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "mxfp8"),
+        ({"fp8": "e4m3", "fp8_recipe": Namespace(value="blockwise")}, "blockwise"),
+    ],
+)
+def test_the_recipe_of_flags_arguments_and_configurations(given, recipe):
+    assert recipe_of(given.get) == recipe

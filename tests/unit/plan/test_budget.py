@@ -15,8 +15,6 @@ from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import Split, even_split
 from megatron_ext.plan.memory import MESSAGES, message_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
-from megatron_ext.plan.profile import Profile
-from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import (
     AUTO,
     Costs,
@@ -43,8 +41,8 @@ P, M = 4, 12
 COSTS = Costs.of(3, 4, 2)
 
 
-def budget(size, profile=None):
-    return Budget(JOB, size, lambda stages: even_split(16, stages), profile)
+def budget(size):
+    return Budget(JOB, size, lambda stages: even_split(16, stages))
 
 
 def fastest(cap, *names):
@@ -173,23 +171,6 @@ def test_with_offload_a_cap_that_is_enough():
         select(spec)
     found = select(replace(spec, cap=budget(parse_bytes(error.value.enough))))
     assert "activation sets of estimated size on a device" in found.schedule.note
-
-
-def test_measured_bytes_replace_estimated_ones():
-    """Sets twice as large: what just fitted does not."""
-    estimated = [stage.sets.bytes_f_to_b for stage in stage_bytes(JOB, even_split(16, 8))]
-    profile = Profile(
-        1,
-        (2,) * 8,
-        (PassTimes(0.1, 0.1, 0.1),) * 8,
-        set_bytes=tuple(2 * x for x in estimated),
-        weight_set_bytes=tuple(2 * x for x in estimated),
-    )
-    schedule = generate("v-half", P, M, 2)
-    size = budget(1).worst(schedule).total
-    assert budget(size, profile).worst(schedule).total > size
-    assert "measured" in budget(size, profile).detail(schedule)
-    assert "estimated" in budget(size).detail(schedule)
 
 
 @pytest.mark.parametrize(

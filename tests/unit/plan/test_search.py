@@ -18,7 +18,6 @@ from megatron_ext.plan.layout import Split, even_split, read_layout, split_of
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.offers import offers
 from megatron_ext.plan.point import evaluate
-from megatron_ext.plan.profile import FORMAT, Profile
 from megatron_ext.plan.search import Search
 from megatron_ext.plan.space import SearchSpace
 from megatron_ext.plan.times import costs_in_us, stage_times
@@ -255,37 +254,6 @@ def test_times_follow_the_flops():
     assert w == pytest.approx(products, rel=0.05)
     costs = costs_in_us([(1e-3, 2e-3, 4e-7)] * 2, 1.6e-5)
     assert costs.stages is not None and [int(x) for x in costs.stages[0]] == [1000, 2000, 1]
-
-
-PROFILE = {
-    "format": FORMAT,
-    "micro_batch_size": 1,
-    "layers": [4, 4, 4, 4],
-    "stages": [[0.011, 0.02, 0.01], [0.01, 0.02, 0.01], [0.01, 0.02, 0.01], [0.015, 0.025, 0.012]],
-    "set_bytes": [10, 10, 10, 30],
-    "hop": 0.001,
-    "to_host": 1e10,
-    "to_device": 1e10,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"format": "x"}, "expected"),
-        ({"layers": [1]}, "1 layers for 4 stages"),
-        ({"stages": [[0, 1, 1]] * 4}, "times > 0"),
-        ({"to_host": 0}, "to_host must be a number > 0 .* got 0"),
-        ({"hop": -1}, "hop must be a number >= 0 .* got -1"),
-        ({"set_bytes": [-5] * 4}, "set_bytes must be a whole number from 0 .* got -5"),
-        ({"model": {"colour": 3}}, '"model" may have hidden_size, .* found .colour.'),
-    ],
-)
-def test_profiles_that_are_none(tmp_path, change, words):
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(PROFILE | change))
-    with pytest.raises(PlanError, match=words):
-        Profile.load(str(path))
 
 
 def test_schedules_are_made_for_their_sizes():
