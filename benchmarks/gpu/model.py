@@ -1,12 +1,22 @@
-"""What the parts share: Megatron's own GPT layers, our executor on a rank, stand-ins for peers."""
+"""What the parts share: Megatron's GPT layers with its gradient buffers, our executor on one rank
+of a pipeline, a stand-in for its peers, and rounds of measurements."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
+import argparse
+import contextlib
+import gc
+import json
 import os
 import statistics
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,310 +29,279 @@ if not CUDA:
     megatron_ext.cpu.install()
     torch.set_num_threads(1)
 
-import torch.distributed as dist  # noqa: E402
-from megatron.core import package_info, parallel_state  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer import cuda_graphs  # noqa: E402
-from megatron.core.transformer.spec_utils import build_module  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+import torch.distributed as dist
+from megatron.core import package_info, parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext.integration import split_local as wgrad  # noqa: E402
-from megatron_ext.integration.callbacks import Step  # noqa: E402
-from megatron_ext.integration.feature import Run  # noqa: E402
-from megatron_ext.integration.features.offload import Offload  # noqa: E402
-from megatron_ext.integration.hooks import Hooks  # noqa: E402
-from megatron_ext.integration.runner import Call, Iteration, MegatronRunner  # noqa: E402
-from megatron_ext.runtime.channel import Channel, Receipt  # noqa: E402
-from megatron_ext.runtime.edges import connected  # noqa: E402
-from megatron_ext.runtime.executor import Executor  # noqa: E402
-from megatron_ext.runtime.trace import Recorder  # noqa: E402
-from megatron_ext.runtime.watchdog import Watchdog  # noqa: E402
-from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
-from megatron_ext.schedule import Placement, check, lower  # noqa: E402
-from megatron_ext.schedule.actions import Action, Op  # noqa: E402
-from megatron_ext.schedule.schedule import Schedule  # noqa: E402
+from megatron_ext.integration import split_local
+from megatron_ext.integration.callbacks import Step
+from megatron_ext.integration.feature import Run
+from megatron_ext.integration.features.offload import Offload
+from megatron_ext.integration.gradients import gradient_hook
+from megatron_ext.integration.hooks import Hooks
+from megatron_ext.integration.runner import Call, Iteration, MegatronRunner
+from megatron_ext.runtime.channel import Receipt
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.trace import Recorder
+from megatron_ext.runtime.watchdog import Watchdog
+from megatron_ext.runtime.wgrad import WeightGradStore
+from megatron_ext.schedule import Op, Schedule, check, lower
 
-# The shim answers for "cuda" where there is none.
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
-HEAD = 128
+HEAD, BF16, WARM_SECONDS, ROUNDS = 128, torch.bfloat16, 10.0, 5
 
 
 @dataclass(frozen=True)
 class Size:
-    """One model and pipeline. ``layers`` are those of a rank, over all its chunks; ``batch`` is
-    the samples of a microbatch."""
+    """One model and pipeline.
+
+    Attributes:
+        layers: on a rank, over all its chunks.
+        tp: the layers are one tensor-parallel rank's part, without the all-reduces.
+    """
 
     hidden: int
     seq: int
-    layers: int
-    pp: int
-    microbatches: int
-    batch: int = 1
+    layers: int = 1
+    pp: int = 1
+    microbatches: int = 1
+    tp: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a message: (sequence, samples, hidden)."""
-        return (self.seq, self.batch, self.hidden)
+        """Shape of a message: (sequence, samples, hidden)."""
+        return (self.seq, 1, self.hidden)
 
     def __str__(self) -> str:
-        return (
-            f"hidden {self.hidden}, seq {self.seq}, {self.layers} layers a rank, p = {self.pp}, "
-            f"m = {self.microbatches}"
-        )
+        return f"h {self.hidden}, s {self.seq}" + (f", TP {self.tp}" if self.tp > 1 else "")
+
+
+def config(size: Size, **others: Any) -> TransformerConfig:
+    """Megatron's configuration of such layers, with ``others`` of its fields."""
+    heads = max(1, size.hidden // HEAD)
+    fields: dict[str, Any] = {
+        "num_layers": size.layers * size.pp, "hidden_size": size.hidden,
+        "num_attention_heads": max(1, heads // size.tp), "kv_channels": size.hidden // heads,
+        "ffn_hidden_size": 4 * size.hidden // size.tp, "add_bias_linear": False, "bf16": True,
+        "params_dtype": BF16, "pipeline_dtype": BF16, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "perform_initialization": False,
+        "gradient_accumulation_fusion": False, "bias_activation_fusion": False,
+        "bias_dropout_fusion": False, "persist_layer_norm": False,
+        "deallocate_pipeline_outputs": True,
+    }  # fmt: skip
+    return TransformerConfig(**(fields | others))
 
 
 class Sdpa(torch.nn.Module):
-    """Causal attention by torch, which takes a flash kernel where it has one; Megatron's own
-    without Transformer Engine would keep a (sequence x sequence) matrix a head."""
+    """Causal attention by the kernel that torch chooses for whole sequences."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor:
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         """(sequence, batch, heads, width) each -> (sequence, batch, heads * width)."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-class Chunk(torch.nn.Module):
-    """Some of Megatron's transformer layers, as Megatron's runner asks for a model chunk."""
-
-    def __init__(self, config: Any, first_layer: int, layers: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layers = torch.nn.ModuleList()
-        for number in range(first_layer, first_layer + layers):
-            self.layers.append(layer_of(config, number))
-        self._given: torch.Tensor | None = None
-
-    def set_input_tensor(self, tensors: list[Any]) -> None:
-        """What arrived from the stage before."""
-        self._given = tensors[0]
-
-    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
-        """All layers."""
-        y = x if self._given is None else self._given
-        for layer in self.layers:
-            y = layer(y, attention_mask=None)[0]
-        return y
-
-
-def layer_of(config: Any, number: int) -> torch.nn.Module:
-    """Layer ``number``, from 0, with weights that depend on its number alone."""
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    spec.submodules.self_attention.submodules.core_attention = Sdpa
-    layer: torch.nn.Module = build_module(spec, config=config, layer_number=number + 1)
-    layer.to(DEVICE, torch.bfloat16)
-    layer.number = number
+def initialized(layer: torch.nn.Module, number: int) -> torch.nn.Module:
+    """``layer`` on the device in bf16, with weights that depend on its number alone."""
+    layer.to(DEVICE, BF16)
     generator = torch.Generator(DEVICE).manual_seed(1000 + number)
     with torch.no_grad():
-        for name, parameter in layer.named_parameters():
+        for parameter in layer.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02, generator=generator)
             else:
-                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                parameter.fill_(1.0)
     return layer
 
 
-def config(size: Size, graphs: bool = False, **others: Any) -> TransformerConfig:
-    """Megatron's configuration of such layers, with its local CUDA graphs or without, and with
-    ``others`` of its fields. It knows no pipeline: layers are numbered here."""
-    fields: dict[str, Any] = {
-        "num_layers": size.layers * size.pp,
-        "hidden_size": size.hidden,
-        "num_attention_heads": max(1, size.hidden // HEAD),
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        # Weights are made on the device, by _layer.
-        "perform_initialization": False,
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "persist_layer_norm": False,
-        # A layer's output is in the graphs' memory (see features/cuda_graphs.py).
-        "deallocate_pipeline_outputs": not graphs,
-        "cuda_graph_impl": "local" if graphs else "none",
-        "cuda_graph_modules": [],
-    }
-    return TransformerConfig(**(fields | others))
+def buffered(config: Any, module: torch.nn.Module) -> Any:
+    """``module`` in Megatron's data parallelism, whose float32 buffers take the gradients."""
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    # On another stream, as in training: a graph may not depend on the default one.
+    stream = torch.cuda.stream(torch.cuda.Stream()) if CUDA else contextlib.nullcontext()
+    with hooked([gradient_hook()]), stream:
+        wrapped = DistributedDataParallel(config, options, module)
+    synchronize()
+    return wrapped
+
+
+def layers_of(size: Size, numbers: Iterable[int]) -> list[Any]:
+    """Megatron's layers of these numbers, from 0, each with buffers of its own."""
+    made, spec = config(size), get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = Sdpa
+    layers = ((n, build_module(spec, config=made, layer_number=n + 1)) for n in numbers)
+    return [buffered(made, initialized(layer, number)) for number, layer in layers]
+
+
+@contextlib.contextmanager
+def hooked(hooks: Sequence[Any]) -> Iterator[None]:
+    """Inside, our functions are in place of Megatron's."""
+    applied = Hooks(package_info.__version__)
+    applied.apply(hooks)
+    try:
+        yield
+    finally:
+        applied.revert()
+
+
+class Chunk(torch.nn.Module):
+    """Some layers, as Megatron's runner asks for a model chunk; ``full``: recomputed one by one."""
+
+    def __init__(self, config: Any, layers: Sequence[Any], full: bool = False) -> None:
+        super().__init__()
+        self.config, self._full = config, full
+        self.layers = torch.nn.ModuleList(layers)
+        self.given: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        """What arrived from the stage before."""
+        self.given = tensors[0]
+
+    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
+        """All layers."""
+        y = x if self.given is None else self.given
+        for layer in self.layers:
+
+            def one(x: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+                return layer(x, attention_mask=None)[0]
+
+            y = tensor_parallel.checkpoint(one, False, y) if self._full else one(y)
+        return y
+
+
+class _Late(Receipt):
+    """A message that is there from a moment on."""
+
+    def __init__(self, tensor: torch.Tensor, peer: int, moment: float) -> None:
+        self._tensor, self.peer, self._moment = tensor, peer, moment
+
+    def wait(self) -> torch.Tensor:
+        """The host waits; until then the device does what it was given before."""
+        time.sleep(max(0.0, self._moment - time.perf_counter()))
+        return self._tensor.clone()
 
 
 class AtHome:
-    """A channel whose peers always have an answer: what is sent vanishes, what is received is
-    there at once, in memory of its own."""
+    """A channel without peers: what is sent vanishes, what is received is always the same.
 
-    posts_late = False
-    device = torch.device("cpu")  # no message that the device would wait for
+    Attributes:
+        arrivals: seconds from the step's beginning at which a message is there, by its tag; others
+            are at once.
+    """
+
+    posts_late, device = False, torch.device("cpu")  # no message that the device would wait for
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self._template = torch.randn(shape, device=DEVICE).to(torch.bfloat16)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Nowhere."""
-
-    def receive(self, peer: int, tag: int) -> torch.Tensor:
-        """A copy of always the same."""
-        return self._template.clone()
-
-    def settle(self, peer: int, count: int) -> None:
-        """All are."""
-
-    def sending_to(self) -> list[int]:
-        """Nobody."""
-        return []
-
-    def finish(self) -> None:
-        """Nothing is under way."""
-
-
-def ways(pp: int) -> frozenset[tuple[int, int]]:
-    """(source, target) of messages of any placement on so many ranks, a V's too."""
-    return Placement.loop(pp, 2).edges
-
-
-class Staged:
-    """Messages between processes that share one GPU: through the host, by gloo."""
-
-    posts_late = False
-    device = torch.device("cpu")
-
-    def __init__(self, group: Any, shape: tuple[int, ...]) -> None:
-        cpu = torch.device("cpu")
-        edges = connected(group, "passes", ways(group.size()), cpu)
-        self._inner = Channel(edges, shape, torch.bfloat16, cpu)
-        self.settle, self.sending_to = self._inner.settle, self._inner.sending_to
-        self.finish = self._inner.finish
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        """Waits for the device, then as ``Channel``."""
-        # A copy on CPU tensors, too: there the receiver of a local message may write in place.
-        self._inner.send(tensor.detach().to("cpu", copy=True), peer, tag)
+        self._template = torch.randn(shape, device=DEVICE).to(BF16)
+        self.arrivals: Mapping[int, float] = {}
+        self.began = 0.0
+        self.send = self.settle = self.finish = lambda *_: None
+        self.sending_to = list[int]
 
     def receive(self, peer: int, tag: int) -> Receipt:
-        """As ``Channel``; waiting brings the message to the device."""
-        return _StagedReceipt(self._inner.receive(peer, tag))
-
-
-class _StagedReceipt(Receipt):
-    def __init__(self, inner: Receipt) -> None:
-        self._inner, self.peer = inner, inner.peer
-
-    def wait(self) -> torch.Tensor:
-        """The message on the device."""
-        return self._inner.wait().to(DEVICE)
+        """A copy of the template, from its arrival on."""
+        return _Late(self._template, peer, self.began + self.arrivals.get(tag, 0.0))
 
 
 class _OneRank(Step):
-    """A step of a rank whose number the process group does not know: peers may be emulated."""
+    """A step of a rank whose number the process group does not know."""
 
-    emulated = 0
-
-    @property
-    def rank(self) -> int:
-        return self.emulated
+    rank = 0  # type: ignore[assignment]
 
 
 class Rank:
     """One rank of a pipeline: its layers and our executor, step after step.
 
     Args:
-        size: of the model.
         plan: with offload actions or without; not lowered.
-        rank: which one's list is run.
-        channel: its messages; None: peers are emulated.
-        group: the process group, for offloading and the runner.
-        graphs: layers are captured in the first step, as Megatron's own CUDA graphs.
+        channel: its messages; None: it has no peers.
+        layers: shared with other ranks of this process; None: its own, by their numbers.
+        recompute: "", "selective" (core attention and MLP) or "full".
     """
 
     def __init__(
-        self, size: Size, plan: Schedule, rank: int, group: Any, channel: Any, graphs: bool = False
-    ) -> None:
-        self.size, self.rank = size, rank
+        self, size: Size, plan: Schedule, rank: int, group: Any, channel: Any = None,
+        layers: Sequence[Any] | None = None, recompute: str = "",
+    ) -> None:  # fmt: skip
+        self.size, self.rank, self.recompute, self._group = size, rank, recompute, group
         self.plan = lower(plan)
         self.report = check(self.plan)
-        self._group = group
-        self._config, self._graphs = config(size, graphs), graphs
-        per_chunk = size.layers // plan.chunks
-        stages = plan.placement.stages[rank]
-        self.chunks = [Chunk(self._config, stage * per_chunk, per_chunk) for stage in stages]
-        for module in self._captured():
-            # Several microbatches are in flight, whatever Megatron's pipeline group says.
-            module.reuse_cudagraphs = False
-        for parameter in self._parameters() if graphs else ():
-            # A captured backward pass adds to it, as to data parallelism's buffer.
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-        self._channel = channel or AtHome(size.shape)
-        self.store = WeightGradStore()
-        self.offloading = None
-        hooks = list(wgrad.hooks(self.store))
+        self._config = config(size)
+        count, stages = size.layers // plan.chunks, plan.placement.stages[rank]
+        if layers is None:
+            layers = layers_of(size, [n for s in stages for n in range(s * count, (s + 1) * count)])
+        self.layers = layers
+        parts = [layers[i * count : (i + 1) * count] for i in range(plan.chunks)]
+        self.chunks = [Chunk(self._config, part, recompute == "full") for part in parts]
+        self.channel = AtHome(size.shape) if channel is None else channel
+        self.inputs = [batch(size, number) for number in range(size.microbatches)]
+        self.store, self.offloading = WeightGradStore(), None
+        self._hooks = list(split_local.hooks(self.store))
         if plan.has_offload:
             request = SimpleNamespace(offloads=True, offload=None, file=plan)
             args = SimpleNamespace(pp_trace=None, pp_offload_policy=None)
             self.offloading = Offload()
             self.offloading.start(Run(args, package_info.__version__, request=request))
-            # Behind those of W, so around them.
-            hooks += self.offloading.hooks()
-        self._hooks = Hooks(package_info.__version__)
-        self._hooks.apply(hooks)
+            self._hooks += self.offloading.hooks()  # behind those of W, so around them
         self._watchdog = Watchdog(f"rank {rank}", 200.0)
-        self._done = False
-        self.recorder = Recorder(True, DEVICE)
+        self.recorder = Recorder(False, DEVICE)
         self.losses: list[float] = []
 
-    def step(self, timed: bool = True) -> dict[str, float]:
-        """One iteration: seconds that the host issued for, and until the device was done."""
+    def gradients(self) -> list[torch.Tensor]:
+        """The float32 gradients of all parameters."""
+        return [p.main_grad for layer in self.layers for p in layer.parameters()]
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, a step may be issued; gradients begin at zero."""
+        for layer in self.layers:
+            selective = self.recompute == "selective"
+            layer.module.self_attention.checkpoint_core_attention = selective
+            layer.module.recompute_mlp = selective
+            layer.zero_grad_buffer()
+        with hooked(self._hooks):
+            synchronize()
+            yield
+
+    def issue(self, timed: bool) -> list[torch.Tensor]:
+        """Launch one iteration; the losses of the last stage."""
         self.recorder = Recorder(timed, DEVICE)
+        feeds = [iter([x.detach().requires_grad_(True) for x in self.inputs]) for _ in self.chunks]
+        count, chunks = self.size.microbatches, list(self.chunks)
         iteration = Iteration(
-            forward_step,
-            [inputs(self.size) for _ in self.chunks],
-            list(self.chunks),
-            self._config,
-            self.size.microbatches,
-            1,
-            False,
-            False,
-            None,
+            forward_step, feeds, chunks, self._config, count, 1, False, False, None
         )
-        groups = (self._group,)
-        step = _OneRank(Call(iteration, self._group, self.size.shape, (0, 0), groups))
-        step.plan, step.emulated = self.plan, self.rank
+        step = _OneRank(Call(iteration, self._group, self.size.shape, (0, 0), (self._group,)))
+        step.plan, step.rank = self.plan, self.rank
         if self.offloading is not None:
             self.offloading.before_plan(step)
             self.offloading.begin(step)
         runner = MegatronRunner(iteration, self.plan.placement, self.rank, self.store, step.mover)
-        synchronize()
-        started, cpu = time.perf_counter(), time.process_time()
-        with self._watchdog.armed():
-            executor = Executor(
-                self.plan, self.rank, runner, self._channel, self._watchdog, self.recorder
-            )
-            executor.run()
-        if self._graphs:
-            cuda_graphs.create_cudagraphs()  # after the first step; then does nothing
-        issued, cpu = time.perf_counter() - started, time.process_time() - cpu
-        synchronize()
-        took = time.perf_counter() - started
+        self.channel.began = time.perf_counter()
+        given = self.plan, self.rank, runner, self.channel, self._watchdog, self.recorder
+        Executor(*given).run()
         runner.check_finished()
         if self.offloading is not None:
             self.offloading.end(step)
-        self.losses = [float(entry["loss"]) for entry in runner.losses]
-        return {"issued": issued, "cpu": cpu, "took": took}
+        return [entry["loss"] for entry in runner.losses]
 
-    def _captured(self) -> list[Any]:
-        """The managers of graphs of all layers."""
-        modules = (module for chunk in self.chunks for module in chunk.modules())
-        return [one for one in modules if isinstance(one, cuda_graphs.CudaGraphManager)]
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        for chunk in self.chunks:
-            yield from chunk.parameters()
+    def step(self, timed: bool = True) -> dict[str, float]:
+        """One iteration: seconds that the host issued for, and until the device was done."""
+        with self.ready(), self._watchdog.armed():
+            started = time.perf_counter()
+            losses = self.issue(timed)
+            issued = time.perf_counter() - started
+            synchronize()
+            took = time.perf_counter() - started
+        self.losses = [float(loss) for loss in losses]
+        return {"issued": issued, "took": took}
 
     def passes(self) -> dict[tuple[int, Op], float]:
         """Median seconds of a pass in the last step, by (chunk, operation)."""
@@ -332,42 +311,28 @@ class Rank:
             found.setdefault(key, []).append(seconds)
         return {key: statistics.median(times) for key, times in found.items()}
 
-    def actions(self) -> tuple[Action, ...]:
-        """Of this rank."""
-        return self.plan.ranks[self.rank]
-
     def close(self) -> None:
-        """Give Megatron its functions back, and the host and the device their memory."""
-        if self._done:
-            return
-        self._done = True
-        self._hooks.revert()
-        if self._graphs:
-            cuda_graphs.delete_cuda_graphs()
-            torch.cuda.set_stream(torch.cuda.default_stream())  # as before the first manager
+        """Give host and device their memory back."""
         if self.offloading is not None:
             self.offloading.close()
-        self.chunks, self._channel = [], None
+        self.chunks, self.layers, self.channel = [], [], None
         release()
 
 
 def forward_step(iterator: Any, chunk: Chunk) -> Any:
     """As a training script would define it; the loss is cheap."""
-    x = next(iterator) if chunk._given is None else None
-    return chunk(x), _loss
+
+    def loss(y: torch.Tensor) -> Any:
+        found = y.float().square().mean()
+        return found, {"loss": found.detach().clone()}
+
+    return chunk(next(iterator) if chunk.given is None else None), loss
 
 
-def _loss(y: torch.Tensor) -> Any:
-    loss = y.float().square().mean()
-    return loss, {"loss": loss.detach().clone()}
-
-
-def inputs(size: Size) -> Iterator[torch.Tensor]:
-    """What enters the first stage, made on the device."""
-    for number in range(size.microbatches):
-        generator = torch.Generator(DEVICE).manual_seed(number)
-        x = torch.randn(size.shape, generator=generator, device=DEVICE, dtype=torch.float32)
-        yield x.to(torch.bfloat16).requires_grad_(True)
+def batch(size: Size, seed: int) -> torch.Tensor:
+    """Random numbers of a message's shape, on the device."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(size.shape, generator=generator, device=DEVICE).to(BF16)
 
 
 def synchronize() -> None:
@@ -378,21 +343,113 @@ def synchronize() -> None:
 
 def release() -> None:
     """Give back what nothing uses any more."""
-    import gc
-
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
 
 
-def start(rank: int = 0, world: int = 1, store: str | None = None, backend: str = "gloo") -> Any:
+def start(rank: int = 0, world: int = 1, store: str = "", backend: str = "gloo") -> Any:
     """The process group: of this process alone, or of several that share ``store``, a file."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if store is None:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    shared = dist.FileStore(store, world) if store else dist.HashStore()
+    dist.init_process_group(backend, store=shared, rank=rank, world_size=world)
     if CUDA:
         torch.cuda.set_device(DEVICE)
     parallel_state.initialize_model_parallel(1, world, create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
     return parallel_state.get_pipeline_model_parallel_group()
+
+
+class Clocks:
+    """SM clock and power of the device, sampled beside what runs; nothing without nvidia-ml-py."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, float, float]] = []  # (time, MHz, mW)
+        self._ended = threading.Event()
+        if CUDA:
+            threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        with contextlib.suppress(Exception):
+            while not self._ended.wait(0.2):
+                read = torch.cuda.clock_rate(), torch.cuda.power_draw()
+                self._samples.append((time.perf_counter(), *read))
+
+    def between(self, spans: Sequence[tuple[float, float]]) -> dict[str, float]:
+        """Medians inside of ``spans``."""
+        inside = [s for s in self._samples if any(a <= s[0] <= b for a, b in spans)]
+        names = {"mhz": (1, 1), "watts": (2, 1e-3)} if inside else {}
+        return {name: statistics.median(s[i] for s in inside) * by
+                for name, (i, by) in names.items()}  # fmt: skip
+
+    def close(self) -> None:
+        """No more samples."""
+        self._ended.set()
+
+
+def warm(seconds: float) -> None:
+    """Full power for so long, before anything is timed."""
+    if CUDA and seconds:
+        x, end = torch.randn(8192, 8192, device=DEVICE).to(BF16), time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for _ in range(20):
+                torch.mm(x, x)
+            synchronize()
+
+
+def alternate(
+    ways: Mapping[Any, Callable[[], Any]], rounds: int, clocks: Clocks | None = None
+) -> dict[Any, dict[str, Any]]:
+    """All ways in every round: by way ``{"values": [...], "mhz": ..., "w": ...}``."""
+    values: dict[Any, list[Any]] = {name: [] for name in ways}
+    spans: dict[Any, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            values[name].append(way())
+            spans[name].append((began, time.perf_counter()))
+    read = {name: clocks.between(spans[name]) if clocks else {} for name in ways}
+    return {name: {"values": values[name], **read[name]} for name in ways}
+
+
+def spread(values: Iterable[float], digits: int = 4) -> list[float]:
+    """[median, least, most]."""
+    found = [*values]
+    return [round(x, digits) for x in (statistics.median(found), min(found), max(found))]
+
+
+def tried(row: dict[str, Any], measure: Callable[..., dict[str, Any]], *args: Any) -> Any:
+    """``row`` with what ``measure`` returns, or with why it could not; printed."""
+    try:
+        row |= measure(*args)
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        error.__traceback__ = None  # its frames hold memory
+    release()
+    print(row, flush=True)
+    return row
+
+
+Keep = Callable[[dict[str, Any]], None]
+
+
+def main(run: Callable[[bool, Keep], dict[str, Any]]) -> None:
+    """One part as a process: ``run`` gets whether it is in miniature, and what keeps results."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--into", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    gpu = torch.cuda.get_device_properties(0) if CUDA else None
+    about = {
+        "gpu": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" if gpu else None,
+        "torch": torch.__version__, "python": sys.version.split()[0],
+        "megatron": version("megatron-core"),
+    }  # fmt: skip
+
+    def keep(result: dict[str, Any]) -> None:
+        """Whole at any moment, whoever ends the process."""
+        new = args.into.with_suffix(".new")
+        new.write_text(json.dumps({"about": about, **result}))
+        new.replace(args.into)
+
+    keep(run(args.tiny, keep))

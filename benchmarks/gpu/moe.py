@@ -1,26 +1,14 @@
-"""(e) MoE layers: Megatron's own, that with --recompute-modules moe, ours in chunks.
+"""What do MoE layers in chunks gain, with grouped products for Megatron's layer and ours alike?
 
-    python -m benchmarks.gpu.run --parts moe
-    torchrun --nproc-per-node 8 -m benchmarks.gpu.moe [--tiny] [--shapes 0,1]
-
-Layers of models that people train (``SHAPES``), with grouped products and fused
-permutation where Transformer Engine is installed, top 8, balanced routing, real messages by NCCL
-where there is more than one process. One process stands for all ranks of its expert-parallel group:
-the others are its mirror images, which send it what it sends itself; an all-to-all is a copy on a
-stream of its own and a wait there, as long as the rates below make it, one after the
-other. The wait takes one multiprocessor where NCCL takes 16 and more, so what messages take from
-computation is seen with several processes only. ``auto`` is timed in training, not here.
+One process stands for all ranks of its expert-parallel group: the others are its mirror images,
+which send it what it sends. An all-to-all is a copy on a stream of its own and a wait there on 16
+multiprocessors, as NCCL holds, as long as the rates below make it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.util
-import json
-import os
-import statistics
-import sys
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -28,32 +16,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import package_info
-from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from benchmarks.gpu import model
-from benchmarks.gpu.model import CUDA, release, start, synchronize
+from benchmarks.gpu import model as gpu
 from megatron_ext.integration.features.moe.layer import PipelinedMoE
-from megatron_ext.integration.hooks import Hooks
+from megatron_ext.integration.gradients import accumulate, finish
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
+from megatron_ext.runtime.wgrad import WeightGradStore
 
-TE = CUDA and importlib.util.find_spec("transformer_engine") is not None
-ROUNDS, IN_FLIGHT = 5, 2
-RECOMPUTE = "recompute"  # --recompute-modules moe
-TOKENS = 4096  # of a rank in a call
-NETWORK, PEER, NODE = 42e9, 330e9, 8  # bytes/s of a device between nodes, in one; its devices
-OURS = [LayerPlan(2), LayerPlan(4)]
-OURS += [LayerPlan(4, one) for one in Strategy if one is not Strategy.NONE]
-OURS += [LayerPlan(2, Strategy.S4), LayerPlan(8, Strategy.S4)]
+NETWORK, PEER, NODE = 42e9, 330e9, 8  # bytes/s of a device between nodes and in one; devices there
+TOKENS, MULTIPROCESSORS = 4096, 16
+WAYS = {"stock": STOCK, "stock, recompute": STOCK} | {
+    f"{n} chunks, {strategy.value}": LayerPlan(n, strategy)
+    for n, strategy in ((2, Strategy.NONE), (4, Strategy.NONE), (4, Strategy.S0), (4, Strategy.S4))
+}
 
 
 class Shape(NamedTuple):
-    """One layer on one rank, bf16, SwiGLU, tokens spread evenly over experts.
-
-    Attributes:
-        hidden, ffn, experts, top_k: of the model. ranks: that its experts are spread over.
-    """
+    """One layer, bf16, SwiGLU, its experts spread over ``ranks``."""
 
     name: str
     hidden: int
@@ -64,9 +43,10 @@ class Shape(NamedTuple):
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of an all-to-all: to other nodes and in the node at once."""
+        """What a rank sends goes to other nodes and inside the node at once."""
         near = min(self.ranks, NODE)
-        return max((self.ranks - near) / NETWORK, (near - 1) / PEER) / self.ranks
+        outside, inside = (self.ranks - near) / self.ranks, (near - 1) / self.ranks
+        return max(outside / NETWORK, inside / PEER)
 
 
 SHAPES = (
@@ -74,15 +54,71 @@ SHAPES = (
     Shape("Qwen3-235B, EP 32", 4096, 1536, 128, 8, 32),
     Shape("Qwen3-30B, EP 16", 2048, 768, 128, 8, 16),
     Shape("Mixtral 8x7B, EP 8", 4096, 14336, 8, 2, 8),
-    Shape("DeepSeek-V3, EP 8", 7168, 2048, 256, 8, 8),
 )
+TINY = (Shape("tiny, EP 8", 64, 32, 16, 8, 8),)
 
 
-class MirrorGroup:
-    """In place of a process group, where one process stands for all ``ranks``."""
+class _Product(torch.autograd.Function):
+    """Rows of each expert times its weights, as one kernel; W goes to the store that collects."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: torch.nn.Parameter, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, ends)
+        ctx.weight = weight
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x, ends), weight, store = ctx.saved_tensors, ctx.weight, WeightGradStore.running
+        grad = grad.contiguous()
+        to_x = torch._grouped_mm(grad, weight, offs=ends)
+        work = functools.partial(torch._grouped_mm, grad.t(), x, offs=ends)
+        if store is None or not store.collecting:
+            return to_x, work(), None
+        store.put(weight, lambda: accumulate(weight, work()), done=finish)
+        return to_x, None, None
+
+
+class _Grouped(torch.nn.Module):
+    def __init__(self, experts: int, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(experts, outputs, inputs) * 0.02)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return _Product.apply(x, self.weight, ends)
+
+
+class GroupedExperts(torch.nn.Module):
+    """All local experts, without Transformer Engine."""
+
+    def __init__(self, count: int, shape: Shape) -> None:
+        super().__init__()
+        self.linear_fc1 = _Grouped(count, 2 * shape.ffn, shape.hidden)
+        self.linear_fc2 = _Grouped(count, shape.hidden, shape.ffn)
+
+    def forward(self, rows: Any, tokens_per_expert: Any, probs: Any) -> tuple[torch.Tensor, None]:
+        """(rows, hidden), sorted by expert -> the same, weighted by ``probs``."""
+        counts = tokens_per_expert.to(rows.device, torch.int32, non_blocking=True)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = self.linear_fc1(rows, ends).chunk(2, -1)
+        inside = torch.nn.functional.silu(gate) * up * probs.unsqueeze(-1).to(rows.dtype)
+        return self.linear_fc2(inside, ends), None
+
+
+class Mirror:
+    """An expert-parallel group of one process, and its collectives; others are torch's."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._ranks, self._seconds_per_byte = shape.ranks, shape.seconds_per_byte
+        if gpu.CUDA:
+            self._stream = torch.cuda.Stream(priority=-1)  # as training gives these messages
+            self._waits = [torch.cuda.Stream() for _ in range(MULTIPROCESSORS)]
+            torch.cuda._sleep(1_000_000)
+            gpu.synchronize()
+            started = time.perf_counter()
+            torch.cuda._sleep(100_000_000)
+            gpu.synchronize()
+            self._cycles = 100_000_000 / (time.perf_counter() - started)
 
     def size(self) -> int:
         """So many mirror images."""
@@ -93,272 +129,167 @@ class MirrorGroup:
         """The first."""
         return 0
 
-
-class Mirror:
-    """Collectives on a ``MirrorGroup``; others are torch's.
-
-    Attributes:
-        seconds_per_byte: of what one rank sends.
-    """
-
-    def __init__(self) -> None:
-        self.seconds_per_byte = 0.0
-        # High, as training gives the messages of experts.
-        self._stream = torch.cuda.Stream(priority=-1) if CUDA else None
-        self._free = 0.0
-        self._cycles_per_second = _cycles() if CUDA else 0.0
-
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, torch.distributed knows mirror groups."""
+        """Inside, torch.distributed knows this group."""
         from megatron.core.tensor_parallel import mappings
 
         mine = {
-            "get_world_size": lambda group: group.size(),
-            "get_rank": lambda group: group.rank(),
-            "all_reduce": lambda tensor, *args, group, **kwargs: None,
-            "all_gather_into_tensor": self.all_gather_into_tensor,
-            "all_to_all_single": self.all_to_all_single,
-        }
+            "get_world_size": self.size, "get_rank": self.rank,
+            "all_reduce": lambda tensor, *_, **__: None,
+            "all_gather_into_tensor": self._gather, "all_to_all_single": self._exchange,
+        }  # fmt: skip
         with contextlib.ExitStack() as stack:
             for name, ours in mine.items():
-                both = _either(ours, getattr(dist, name))
-                stack.enter_context(mock.patch.object(dist, name, both))
-            stack.enter_context(
-                mock.patch.object(mappings, "dist_all_gather_func", dist.all_gather_into_tensor)
-            )
+                either = functools.partial(self._either, ours, getattr(dist, name))
+                stack.enter_context(mock.patch.object(dist, name, either))
+            gather = dist.all_gather_into_tensor
+            stack.enter_context(mock.patch.object(mappings, "dist_all_gather_func", gather))
             yield
 
-    @staticmethod
-    def all_gather_into_tensor(
-        out: torch.Tensor, own: torch.Tensor, group: MirrorGroup, async_op: bool = False
-    ) -> Any:
-        """They all have the same."""
-        out.copy_(own.repeat(group.size(), *[1] * (own.dim() - 1)).view_as(out))
-        return _Sleeping(0.0) if async_op else None
+    def _either(self, ours: Any, torchs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in (*args, kwargs.get("group")):
+            return torchs(*args, **kwargs)
+        kwargs.pop("group", None)
+        return ours(*(one for one in args if one is not self), **kwargs)
 
-    def all_to_all_single(
-        self,
-        out: torch.Tensor,
-        rows: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
+    def _gather(self, out: Any, own: Any, async_op: bool = False) -> Any:
+        out.copy_(own.repeat(self._ranks, *[1] * (own.dim() - 1)).view_as(out))
+        return _Done(None) if async_op else None
+
+    def _exchange(self, out: Any, rows: Any, *_: Any, async_op: bool = False, **__: Any) -> Any:
         """Fill ``out`` with as much; over when the network would be."""
-        seconds = rows.numel() * rows.element_size() * self.seconds_per_byte
-        if self._stream is None:
+        event = None
+        if not gpu.CUDA:
             _fill(out, rows)
-            self._free = max(time.perf_counter(), self._free) + seconds
-            work: Any = _Sleeping(self._free)
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
+            cycles = int(rows.nbytes * self._seconds_per_byte * self._cycles)
             with torch.cuda.stream(self._stream):
                 _fill(out, rows)
-                if seconds:
-                    torch.cuda._sleep(int(seconds * self._cycles_per_second))
-            done = torch.cuda.Event()
-            done.record(self._stream)
-            work = _Recorded(done)
-        return work if async_op else work.wait()
+            for stream in self._waits if cycles else ():
+                stream.wait_stream(self._stream)
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(cycles)
+            for stream in self._waits:
+                self._stream.wait_stream(stream)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _Done(event) if async_op else _Done(event).wait()
 
 
-def _either(ours: Any, torchs: Any) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, kwargs.get("group")]
-        one = next((x for x in given if isinstance(x, MirrorGroup)), None)
-        if one is None:
-            return torchs(*args, **kwargs)
-        positional = [x for x in args if x is not one]
-        return ours(*positional, **{**kwargs, "group": one})
-
-    return call
-
-
-class _Sleeping:
-    def __init__(self, end: float) -> None:
-        self._end = end
-
-    def wait(self) -> None:
-        """The host waits."""
-        time.sleep(max(0.0, self._end - time.perf_counter()))
-
-
-class _Recorded:
+class _Done:
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def wait(self) -> None:
         """The stream waits."""
-        torch.cuda.current_stream().wait_event(self._event)
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
 
 
 def _fill(out: torch.Tensor, rows: torch.Tensor) -> None:
-    """Numbers that are no rubbish."""
     least = min(len(out), len(rows))
     out[:least].copy_(rows[:least])
     if least and len(out) > least:
-        extra = torch.arange(len(out) - least, device=out.device) % least
-        out[least:].copy_(rows.index_select(0, extra))
+        out[least:].copy_(rows[torch.arange(len(out) - least, device=out.device) % least])
 
 
-def _cycles() -> float:
-    """How many of ``_sleep``'s cycles make a second."""
-    torch.cuda._sleep(1_000_000)
-    synchronize()
-    started = time.perf_counter()
-    torch.cuda._sleep(200_000_000)
-    synchronize()
-    return 200_000_000 / (time.perf_counter() - started)
+def layer_of(shape: Shape, mirror: Mirror, te: bool) -> Any:
+    """Megatron's MoE layer with this rank's experts, balanced routing, and buffers for gradients;
+    with Transformer Engine's grouped experts (``te``) or the ones above."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
-
-class Bench:
-    """One layer under one plan after the other."""
-
-    def __init__(self, layer: Any, x: torch.Tensor) -> None:
-        self.layer, self.x = layer, x
-        self._ours: dict[str, PipelinedMoE] = {}
-
-    def add(self, name: str, plan: LayerPlan) -> None:
-        """Later, ``run(name)``."""
-        self._ours[name] = PipelinedMoE([plan])
-
-    def run(self, name: str, in_flight: int = 1) -> float:
-        """Milliseconds of forward and backward, on the slowest rank.
-
-        Args:
-            in_flight: calls, all forward passes before the first backward pass.
-        """
-        hooks = Hooks(package_info.__version__)
-        hooks.apply(self._ours[name].hooks())
-        self.layer.moe_layer_recompute = name == RECOMPUTE
-        given = [self.x.clone().requires_grad_() for _ in range(in_flight)]
-        dist.barrier()
-        synchronize()
-        started = time.perf_counter()
-        found = [self.layer(x)[0] for x in given]
-        while found:
-            y = found.pop()
-            y.backward(torch.ones_like(y))
-        synchronize()
-        slowest = torch.tensor([time.perf_counter() - started], device=self.x.device)
-        hooks.revert()
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest) * 1e3
-
-    def peak_bytes(self, name: str) -> int | None:
-        """Most bytes at once beside parameters, gradients and input; None without a GPU."""
-        release()
-        self.run(name, IN_FLIGHT)
-        if not CUDA:
-            return None
-        memory = self._ours[name].memory
-        ring = 0 if memory is None else memory.ring.nbytes
-        resting = torch.cuda.memory_allocated() - ring
-        torch.cuda.reset_peak_memory_stats()
-        self.run(name, IN_FLIGHT)
-        return torch.cuda.max_memory_allocated() - resting
-
-    def close(self) -> None:
-        """Release all buffers."""
-        for ours in self._ours.values():
-            ours.close()
-
-
-def layer_of(shape: Shape, groups: Any) -> Any:
-    """Megatron's layer with this rank's experts, in bf16."""
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-
-    dtype = torch.bfloat16
-    config = TransformerConfig(
-        num_layers=1, num_attention_heads=2, hidden_size=shape.hidden,
-        moe_ffn_hidden_size=shape.ffn, num_moe_experts=shape.experts, moe_router_topk=shape.top_k,
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.ep = groups.tp_ep = mirror
+    config = gpu.config(
+        gpu.Size(shape.hidden, TOKENS), num_moe_experts=shape.experts,
+        moe_ffn_hidden_size=shape.ffn, moe_router_topk=shape.top_k,
         moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none",
         moe_router_force_load_balancing=True, gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        bias_activation_fusion=False, gradient_accumulation_fusion=False,
-        expert_model_parallel_size=groups.ep.size(), moe_grouped_gemm=TE, moe_permute_fusion=TE,
-        use_cpu_initialization=not CUDA, params_dtype=dtype, bf16=True,
+        activation_func=torch.nn.functional.silu, expert_model_parallel_size=shape.ranks,
+        moe_grouped_gemm=te,
     )  # fmt: skip
-    spec = get_moe_module_spec(TE, shape.experts, moe_grouped_gemm=TE)
+    spec = gpu.get_gpt_layer_local_spec(num_experts=shape.experts).submodules.mlp
+    if te:
+        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+        spec = get_moe_module_spec(True, shape.experts, moe_grouped_gemm=True)
     given = {"config": config, "pg_collection": groups}
-    layer = build_module(spec, **given) if hasattr(spec, "module") else spec(**given)
+    layer = gpu.build_module(spec, **given) if hasattr(spec, "module") else spec(**given)
     layer.set_layer_number(1)
-    layer = layer.to(model.DEVICE).to(dtype)
+    if not te:
+        layer.experts = GroupedExperts(shape.experts // shape.ranks, shape)
+    layer = layer.to(gpu.DEVICE, gpu.BF16)
     for parameter in layer.parameters():
-        # As data parallelism gives it: chunks add to it, in place of a sum of their own.
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     return layer
 
 
-def measure(shape: Shape, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """All ways of one shape, in turn."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
+def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
+    """Rows by layer and way."""
+    gpu.start()
+    gpu.warm(0 if tiny else 3)
+    result: dict[str, Any] = {"rows": []}
+    for shape in TINY if tiny else SHAPES:
+        result["rows"] += rows_of(shape, tiny)
+        keep(result)
+    return result
 
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    mirror = None
-    if dist.get_world_size() == 1:
-        mirror = Mirror()
-        mirror.seconds_per_byte = shape.seconds_per_byte
-        groups.ep = groups.tp_ep = MirrorGroup(shape.ranks)
-    rows = []
-    with mirror.installed() if mirror is not None else contextlib.nullcontext():
-        x = torch.randn(tokens, 1, shape.hidden, device=model.DEVICE).to(torch.bfloat16)
-        bench = Bench(layer_of(shape, groups), x)
-        plans = dict.fromkeys(("stock", RECOMPUTE), STOCK) | {str(plan): plan for plan in OURS}
-        for name, plan in plans.items():
-            bench.add(name, plan)
-            for _ in range(2):
-                bench.run(name)
-            ms = statistics.median(bench.run(name) for _ in range(rounds))
-            row = {"shape": shape.name, "way": name, "chunks": plan.chunks,
-                   "strategy": plan.strategy.value, "ms": ms,
-                   "peak_bytes": bench.peak_bytes(name)}  # fmt: skip
-            rows.append(row)
-            if dist.get_rank() == 0:
-                print(json.dumps(row), flush=True)
-        bench.close()
-    release()
+
+def rows_of(shape: Shape, tiny: bool, te: bool = False) -> list[dict[str, Any]]:
+    """All ways of one layer."""
+    mirror, rows = Mirror(shape), []
+    x = gpu.batch(gpu.Size(shape.hidden, 64 if tiny else TOKENS), 1)
+    with mirror.installed():
+        layer = layer_of(shape, mirror, te)
+        ours = {name: PipelinedMoE([plan]) for name, plan in WAYS.items()}
+        ways = {name: functools.partial(once, layer, ours[name], name, x) for name in WAYS}
+        gpu.alternate(ways, 2)
+        peaks = {name: _peak(way, ours[name]) for name, way in ways.items()}
+        for name, found in gpu.alternate(ways, 2 if tiny else gpu.ROUNDS).items():
+            ms = gpu.spread(found["values"], 3)
+            speed = round(rows[0]["ms"][0] / ms[0], 3) if rows else 1.0
+            rows.append({"layer": shape.name, "way": name, "ms": ms, "speed": speed,
+                         "peak_bytes": peaks[name]})  # fmt: skip
+            print(rows[-1], flush=True)
+        for one in ours.values():
+            one.close()
+    del layer, ways
+    gpu.release()
     return rows
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All shapes, each with the peak bytes and times of all ways."""
-    if not dist.is_initialized():
-        start()
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+def once(layer: Any, ours: PipelinedMoE, name: str, x: torch.Tensor, calls: int = 1) -> float:
+    """Milliseconds of forward and backward; of several calls all forward passes come first."""
+    layer.moe_layer_recompute = "recompute" in name
+    with gpu.hooked(ours.hooks()):
+        gpu.synchronize()
+        started = time.perf_counter()
+        outs = [layer(x.detach().requires_grad_(True))[0] for _ in range(calls)]
+        while outs:
+            out = outs.pop()
+            out.backward(torch.ones_like(out))
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                if parameter.grad is not None:
+                    parameter.main_grad.add_(parameter.grad)
+                    parameter.grad = None
+        gpu.synchronize()
+        return 1e3 * (time.perf_counter() - started)
 
-    model_parallel_cuda_manual_seed(1)
-    world = dist.get_world_size()
-    tokens = 64 if args.tiny else TOKENS
-    found: list[dict[str, Any]] = []
-    about = {"rows": found, "tokens": tokens, "ranks": world, "grouped": TE}
-    numbers = getattr(args, "shapes", None) or range(len(SHAPES))
-    for shape in [SHAPES[i] for i in numbers][: 1 if args.tiny else None]:
-        one = shape._replace(hidden=64, ffn=32, experts=16, ranks=8) if args.tiny else shape
-        found += measure(one, tokens, 1 if args.tiny else ROUNDS)
-        if hasattr(args, "keep"):
-            args.keep(about | {"unfinished": "more shapes"})
-    return about
 
-
-def main() -> None:
-    """One of several processes, each with a GPU of its own."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--tiny", action="store_true", help="next to nothing, also on the CPU")
-    parser.add_argument("--shapes", type=lambda text: [int(one) for one in text.split(",")])
-    args = parser.parse_args()
-    from megatron.core import parallel_state
-
-    if CUDA:
-        model.DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(model.DEVICE)
-    dist.init_process_group("nccl" if CUDA else "gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-    run(args)
-    dist.destroy_process_group()
+def _peak(way: Any, ours: PipelinedMoE) -> int:
+    """Most bytes at once beside parameters and gradients, with two calls in flight."""
+    gpu.release()
+    way(calls=2)
+    if not gpu.CUDA:
+        return 0
+    resting = torch.cuda.memory_allocated() - (ours.memory.ring.nbytes if ours.memory else 0)
+    torch.cuda.reset_peak_memory_stats()
+    way(calls=2)
+    return torch.cuda.max_memory_allocated() - resting
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    gpu.main(run)

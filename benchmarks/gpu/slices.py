@@ -1,43 +1,34 @@
-"""(f) What slices of a sequence cost: F, B and W of one layer in 1, 2, 4, 8 and 16 slices.
+"""What do slices of a sequence cost, against whole sequences with the kernel that torch chooses?
 
-Every slice sees the keys and values of those before it, and adds to their gradients, as
-``--pp-slices`` has it. Weight gradients are added to a float32 buffer after every W, as
-Megatron's data parallelism does without a fused kernel. Slices are even, or cut so that each has
-the same floating-point operations under a causal mask. The device waits before every pass until
-the host has launched it, so that short slices show the device's time. The whole microbatch is
-timed with torch's choice of an attention kernel, too: that knows no mask of slices.
+F, B and W of one layer, slice by slice, as training runs them with local attention: keys and values
+are carried, two calls of torch's kernel are merged. Nothing hides the host's launches. From the
+passes, steps of an eight-rank pipeline are simulated.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks.gpu import model
-from benchmarks.gpu.model import CUDA, DEVICE, Sdpa, Size, config, release, start, synchronize
-from megatron_ext.integration import split_local as wgrad
+from benchmarks.gpu import model as gpu
+from megatron_ext.integration import split_local
 from megatron_ext.integration.features.slices.carry import Carry, Held
-from megatron_ext.integration.hooks import Hooks
+from megatron_ext.runtime.merged_attention import PLAIN, attend
+from megatron_ext.runtime.trace import Recorder
 from megatron_ext.runtime.wgrad import WeightGradStore
-from megatron_ext.schedule.spec import Cut
+from megatron_ext.schedule import Action, Costs, Op, generate, simulate
 
-# Tokens and numbers of slices.
-TOTALS = {8192: (1, 2, 4, 8, 16), 32768: (1, 2, 4, 8, 16), 131072: (1, 4, 16)}
-TINY = {64: (1, 2, 4)}
 HIDDEN = 4096
-ROUNDS = 3
-# Lengths are multiples of it: a tile of a matrix product.
-TILE = 128
+TOTALS = {8192: (2, 4, 8, 16), 32768: (2, 4, 8, 16), 131072: (4, 16)}
+TINY = {64: (2, 4)}
+PP, MICROBATCHES = 8, (4, 8)
 
 
-class Sliced(Sdpa):
+class Sliced(gpu.Sdpa):
     """Causal attention of a slice to all before it.
 
     Attributes:
@@ -46,153 +37,120 @@ class Sliced(Sdpa):
         held: keys and values so far; None before a microbatch.
     """
 
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens, self.span = tokens, (0, tokens)
-        self.held: Held | None = None
+    tokens, span, held = 0, (0, 0), None
 
     def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         """(slice, batch, heads, width) each -> (slice, batch, heads * width)."""
         if self.held is None:
             self.held = Held(key, value, self.tokens)
         key, value = Carry.apply(key, value, self.held, *self.span)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        mask = causal_lower_right(len(query), len(key))
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        out = attend(query, key, value, query.shape[-1] ** -0.5, None if gpu.CUDA else PLAIN)
+        if out is None:
+            raise RuntimeError("torch chooses a kernel here that cannot be merged")
+        return out
 
 
-def cut(tokens: int, count: int, hidden: int, tile: int) -> list[int]:
-    """Lengths of ``count`` slices with as many operations each: forward, a token costs 24 h^2 in
-    matrix products and 4 h for each token it attends to."""
-    attention = Fraction(tokens, 12 * hidden + tokens)
-    return Cut.of(tokens, count, attention, tile, even=False).lengths
+def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
+    """Rows by tokens and slices; the first of each is the whole with torch's choice."""
+    gpu.start()
+    gpu.warm(0 if tiny else gpu.WARM_SECONDS)
+    result: dict[str, Any] = {"rows": [], "steps": []}
+    clocks = gpu.Clocks()
+    for tokens, counts in (TINY if tiny else TOTALS).items():
+        size = gpu.Size(64 if tiny else HIDDEN, tokens)
+        rows, found = _rows(size, counts, 2 if tiny else gpu.ROUNDS, clocks)
+        result["rows"] += rows
+        keep(result)
+        result["steps"] += found
+        keep(result)
+        gpu.release()
+    clocks.close()
+    return result
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Rows by tokens, slices and cut; a number of tokens begins with the whole microbatch."""
-    start()
-    hidden, totals, tile = (64, TINY, 8) if args.tiny else (HIDDEN, TOTALS, TILE)
-    rounds = 1 if args.tiny else ROUNDS
-    rows: list[dict[str, Any]] = []
-    for tokens, counts in totals.items():
-        size = Size(hidden, tokens, 1, 1, 1)
-        layer = model.layer_of(config(size), 0)
-        whole: list[torch.Tensor] = []
-        for name, lengths in cuts(tokens, counts, hidden, tile):
-            core = Sdpa() if name == "torch's kernel" else Sliced(tokens)
-            layer.self_attention.core_attention = core
-            row, grads = measured(layer, size, lengths, rounds)
-            whole = whole or grads
-            row |= {"tokens": tokens, "hidden": hidden, "slices": len(lengths), "cut": name,
-                    "lengths": lengths, "difference": difference(grads, whole)}  # fmt: skip
-            rows.append(row)
-            print(row, flush=True)
-            args.keep({"rows": rows, "unfinished": "more slices"})
-        del layer, core, whole, grads
-        release()
-    return {"rows": rows}
+def _rows(size: gpu.Size, counts: Sequence[int], rounds: int, clocks: gpu.Clocks) -> Any:
+    """Rows of one number of tokens, and of the steps simulated from them."""
+    (layer,), rows = gpu.layers_of(size, [0]), list[dict[str, Any]]()
+    slices = {"whole": (1, False)} | {f"{n} slices": (n, False) for n in counts}
+    slices |= {f"{n} slices, W joined": (n, True) for n in counts[1::2]}
+    ways = {name: partial(once, layer, size, *way) for name, way in slices.items()}
+    gradients = {}
+    for name, way in ways.items():
+        way()
+        gradients[name] = [p.main_grad.clone() for p in layer.parameters()]
+    for name, found in gpu.alternate(ways, rounds, clocks).items():
+        every = found.pop("values")
+        pairs = zip(gradients[name], gradients["whole"], strict=True)
+        ms = gpu.spread((sum(map(sum, one.values())) for one in every), 3)
+        rows.append({
+            "size": str(size), "slices": name, "ms": ms,
+            "passes": {op: [gpu.spread(t)[0] for t in zip(*(one[op] for one in every))]
+                       for op in "FBW"},
+            "over_whole": round(ms[0] / rows[0]["ms"][0], 3) if rows else 1.0,
+            "difference": max(float((a - b).norm() / b.norm()) for a, b in pairs), **found,
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows, list(steps(str(size), [(slices[row["slices"]], row) for row in rows]))
 
 
-def cuts(
-    tokens: int, counts: tuple[int, ...], hidden: int, tile: int
-) -> Iterator[tuple[str, list[int]]]:
-    """Names and lengths of what is measured."""
-    yield "torch's kernel", [tokens]
-    for count in counts:
-        yield "even", [tokens // count] * count
-        if count > 1:
-            yield "balanced", cut(tokens, count, hidden, tile)
-
-
-def measured(
-    layer: Any, size: Size, lengths: list[int], rounds: int
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Milliseconds of F, B and W of every slice, and the weight gradients of one microbatch."""
+def once(layer: Any, size: gpu.Size, count: int, joined: bool) -> dict[str, list[float]]:
+    """Milliseconds of one microbatch: F of all slices, then B and W of each, the last one first."""
     store = WeightGradStore()
-    hooks = Hooks(model.package_info.__version__)
-    hooks.apply(list(wgrad.hooks(store)))
-    main = [torch.zeros_like(each, dtype=torch.float32) for each in layer.parameters()]
-    try:
-        once(layer, size, lengths, store, main)
-        for each in main:
-            each.zero_()
-        found = [once(layer, size, lengths, store, main)]
-        grads = [each.clone() for each in main]
-        found += [once(layer, size, lengths, store, main) for _ in range(rounds - 1)]
-    finally:
-        hooks.revert()
-    times = {}
-    for op in "FBW":
-        each = zip(*(one[op] for one in found), strict=True)
-        times[op] = [round(statistics.median(one), 4) for one in each]
-    return {"ms": times}, grads
-
-
-def once(
-    layer: Any, size: Size, lengths: list[int], store: WeightGradStore, main: list[torch.Tensor]
-) -> dict[str, list[float]]:
-    """One microbatch: F of all slices, then B and W of each, the last slice first."""
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    x = torch.randn(size.shape, generator=generator, device=DEVICE).to(torch.bfloat16)
-    core = layer.self_attention.core_attention
-    core.held = None
-    ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
-    spans = list(zip([0, *ends], ends, strict=False))
-    marks: dict[str, list[Any]] = {op: [None] * len(spans) for op in "FBW"}
-    held, outs = [], []
-    for number, (begin, end) in enumerate(spans):
-        given = x[begin:end].detach().requires_grad_(True)
-        core.span = begin, end
-        with _Timed(marks["F"], number):
-            outs.append(layer(given, attention_mask=None)[0])
-        held.append(given)
-    for number, (begin, end) in reversed(list(enumerate(spans))):
-        grad = x[begin:end]
-        with _Timed(marks["B"], number), store.collect((0, number)):
-            torch.autograd.backward(outs[number], grad)
-        outs[number] = held[number] = None
-        with _Timed(marks["W"], number), torch.no_grad():
-            store.run((0, number))
-            for parameter, sums in zip(layer.parameters(), main, strict=True):
-                sums.add_(parameter.grad)
-                parameter.grad = None
-    synchronize()
-    return {op: [one.ms() for one in marks[op]] for op in "FBW"}
-
-
-# Of the device's clock: more milliseconds than the host needs to launch a pass of a layer.
-LAUNCHED = 12_000_000
-
-
-class _Timed:
-    """A region, by events of the device, which begins when all is launched; nothing on the CPU."""
-
-    def __init__(self, marks: list[Any], number: int) -> None:
-        marks[number] = self
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if CUDA else []
-
-    def __enter__(self) -> None:
-        if CUDA:
-            torch.cuda._sleep(LAUNCHED)
-            self._events[0].record()
-
-    def __exit__(self, *_: Any) -> None:
-        if CUDA:
-            self._events[1].record()
-
-    def ms(self) -> float:
-        """After the device is done."""
-        first, last = self._events or (None, None)
-        return first.elapsed_time(last) if first is not None else 0.0
-
-
-def difference(grads: list[torch.Tensor], whole: list[torch.Tensor]) -> float:
-    """The largest relative difference of a weight's gradient to that of the whole microbatch."""
-    found = 0.0
-    for ours, theirs in zip(grads, whole, strict=True):
-        norm = float(theirs.norm())
-        if norm:
-            found = max(found, float((ours - theirs).norm()) / norm)
+    core: Any = gpu.Sdpa() if count == 1 else Sliced()
+    layer.module.self_attention.core_attention = core
+    layer.zero_grad_buffer()
+    length, recorder = size.seq // count, Recorder(True, gpu.DEVICE)
+    core.tokens = size.seq
+    x = gpu.batch(size, 1)
+    inputs, outs = [], []
+    gpu.synchronize()
+    with gpu.hooked(split_local.hooks(store)):
+        for n in range(count):
+            core.span = n * length, (n + 1) * length
+            inputs.append(x[slice(*core.span)].detach().requires_grad_(True))
+            with recorder.measure(Action(Op.F, 0, n)):
+                outs.append(layer(inputs[n], attention_mask=None)[0])
+        for n in reversed(range(count)):
+            grad = x[n * length : (n + 1) * length]
+            with recorder.measure(Action(Op.B, 0, n)), store.collect((0, n)):
+                torch.autograd.backward(outs.pop(), grad)
+            if not joined:
+                with recorder.measure(Action(Op.W, 0, n)), torch.no_grad():
+                    store.run((0, n))
+        if joined:
+            store.join([(0, n) for n in range(count)])
+            with recorder.measure(Action(Op.W, 0, 0)), torch.no_grad():
+                store.run((0, 0))
+    found: dict[str, list[float]] = {op: [0.0] * count for op in "FBW"}
+    for action, seconds in recorder.durations():
+        found[action.op.value][action.microbatch] = 1e3 * seconds
     return found
+
+
+def steps(size: str, rows: Sequence[tuple[tuple[int, bool], Any]]) -> Iterator[dict[str, Any]]:
+    """Pipelines whose ranks hold one such layer, or half of one in each of two chunks: speed
+    against 1F1B of whole microbatches, and peak in whole microbatches."""
+    for m in MICROBATCHES:
+        base = 0.0
+        for (count, joined), row in rows:
+            times = [row["passes"][op] for op in "FBW"]
+            whole = [Fraction(sum(each)).limit_denominator(10**6) for each in times]
+            costs = Costs.of(*whole)
+            if count > 1:
+                w = [whole[2] / count] * count if joined else times[2]
+                shares = zip(*(
+                    [Fraction(t).limit_denominator(10**6) / total for t in each]
+                    for each, total in zip((*times[:2], w), whole, strict=True)
+                ), strict=True)  # fmt: skip
+                costs = costs.with_units([(*one, Fraction(1, count)) for one in shares] * m)
+            for name in ("v-half", "v-zb") if count > 1 else ("1f1b", "v-zb"):
+                plan = generate(name, PP, m, costs=costs, slices=count, effort=0, joined=joined)
+                found = simulate(plan)
+                base = base or float(found.makespan)
+                yield {"size": size, "slices": row["slices"], "microbatches": m, "schedule": name,
+                       "speed": round(base / float(found.makespan), 3),
+                       "peak": round(float(max(found.peak_activation)), 2)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    gpu.main(run)

@@ -1,102 +1,84 @@
-"""(c) Copies between the device and pinned memory: alone, both ways, while computing; and k."""
+"""How fast are copies: alone, both ways at once, and beside matrix products?"""
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.model import CUDA, DEVICE, synchronize
+from benchmarks.gpu import model as gpu
 from megatron_ext.offload.arena import HostArena
-from megatron_ext.offload.device import CpuDevice, CudaDevice, Direction
+from megatron_ext.offload.device import Direction, device_for
 from megatron_ext.offload.rates import Rates, measure_rates
 
-PROBE_BYTES = 512 << 20
-TINY_BYTES = 1 << 20
+COPIES = 4
+CASES = {
+    "nothing": (),
+    "copies to the host": (Direction.TO_HOST,),
+    "copies to the device": (Direction.TO_DEVICE,),
+    "copies both ways": tuple(Direction),
+}
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Rates, and what copies and kernels do to each other."""
-    rates = _rates(TINY_BYTES if args.tiny else PROBE_BYTES)
-    rows = {name: value / 1e9 for name, value in vars(rates).items()}
-    return {"gb_per_s": rows, "computing": computing(args.tiny)}
-
-
-def rates_of(tiny: bool) -> tuple[float, float]:
-    """Bytes per second to the host and back, alone."""
-    rates = _rates(TINY_BYTES if tiny else PROBE_BYTES)
-    return rates.to_host, rates.to_device
-
-
-def _rates(nbytes: int) -> Rates:
-    device = CudaDevice(DEVICE) if CUDA else CpuDevice()
-    arena = HostArena(device.torch_device, nbytes)
+def rates_of(tiny: bool) -> Rates:
+    """Bytes per second to the host and back, alone and both at once."""
+    nbytes = 1 << 20 if tiny else 512 << 20
+    device, arena = device_for(gpu.DEVICE), HostArena(gpu.DEVICE, nbytes)
     try:
-        slot = arena.allocate(nbytes)
-        assert slot is not None
-        found = measure_rates(device, slot.memory)
-        arena.free(slot)
-        return found
+        return measure_rates(device, arena.allocate(nbytes).memory)
     finally:
         arena.close()
         device.close()
 
 
-def computing(tiny: bool) -> list[dict[str, Any]]:
-    """Matrix products alone, and with copies one way and both ways beside them."""
-    width, count = (256, 4) if tiny else (8192, 24)
-    a, b = (torch.randn(width, width, device=DEVICE).to(torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    nbytes = TINY_BYTES if tiny else PROBE_BYTES
-    device = CudaDevice(DEVICE) if CUDA else CpuDevice()
-    arena = HostArena(device.torch_device, 2 * nbytes)
-    slots = {direction: arena.allocate(nbytes) for direction in Direction}
+def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
+    """Rates, then products beside copies, in alternating rounds."""
+    rates = [{"copies": k.replace("_", " "), "gb_per_s": round(v / 1e9, 1)}
+             for k, v in vars(rates_of(tiny)).items()]  # fmt: skip
+    result: dict[str, Any] = {"rates": rates, "rows": []}
+    keep(result)
+    width, count, nbytes = (256, 4, 1 << 20) if tiny else (8192, 24, 512 << 20)
+    a, b = (torch.randn(width, width, device=gpu.DEVICE).to(gpu.BF16) for _ in range(2))
+    device, arena = device_for(gpu.DEVICE), HostArena(gpu.DEVICE, 2 * nbytes)
+    far = {direction: arena.allocate(nbytes).memory for direction in Direction}
     near = {direction: device.allocate(nbytes) for direction in Direction}
 
     def once(directions: tuple[Direction, ...]) -> tuple[float, float]:
         """Seconds of the products, and of the copies."""
-        synchronize()
+        gpu.synchronize()
         device.synchronize()
-        started = time.perf_counter()
-        ready, events = device.record(), []
+        started, ready, events = time.perf_counter(), device.record(), []
         for direction in directions:
-            far = slots[direction].memory
-            pair = (far, near[direction])
+            pair = (far[direction], near[direction])
             pair = pair if direction is Direction.TO_HOST else pair[::-1]
             stream = int(direction is Direction.TO_DEVICE)
-            # Several, so that copies last about as long as the products.
-            for _ in range(4):
+            for _ in range(COPIES):
                 events.append(device.copy(stream, direction, [pair], [ready]))
         for _ in range(count):
-            torch.matmul(a, b, out=out)
-        done = device.record()
-        done.synchronize()
+            torch.matmul(a, b)
+        device.record().synchronize()
         products = time.perf_counter() - started
         for event in events:
             event.synchronize()
         return products, time.perf_counter() - started
 
-    cases = {
-        "products alone": (),
-        "with copies to the host": (Direction.TO_HOST,),
-        "with copies to the device": (Direction.TO_DEVICE,),
-        "with copies both ways": tuple(Direction),
-    }
-    for directions in cases.values():
-        once(directions)
-    rows = []
-    try:
-        for name, directions in cases.items():
-            products, copies = zip(*(once(directions) for _ in range(5)))
-            compute = statistics.median(products)
-            rate = 4 * nbytes / statistics.median(copies) / 1e9 if directions else None
-            rows.append({"case": name, "ms": 1e3 * compute,
-                         "tflops": 2 * width**3 * count / compute / 1e12,
-                         "gb_per_s_each_way": rate})  # fmt: skip
-    finally:
-        device.close()
-        arena.close()
-    return rows
+    gpu.warm(0 if tiny else 3)
+    ways = {name: lambda d=directions: once(d) for name, directions in CASES.items()}
+    gpu.alternate(ways, 1)
+    for name, found in gpu.alternate(ways, 2 if tiny else gpu.ROUNDS).items():
+        products, copies = zip(*found["values"], strict=True)
+        seconds = gpu.spread(products, 6)
+        result["rows"].append({
+            "case": name, "ms": [1e3 * s for s in seconds],
+            "tflops": round(2 * width**3 * count / seconds[0] / 1e12, 1),
+            "gb_per_s_each_way": round(COPIES * nbytes / gpu.spread(copies)[0] / 1e9, 1)
+            if CASES[name] else None,
+        })  # fmt: skip
+    device.close()
+    arena.close()
+    return result
+
+
+if __name__ == "__main__":
+    gpu.main(run)
