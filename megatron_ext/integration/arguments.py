@@ -88,9 +88,8 @@ class MegatronArgs(Protocol):
     pp_memory_cap: str | None
     pp_group_size: int | None
     pp_cost: str | None
-    pp_slices: int | str | None
+    pp_slices: int | None
     pp_slice_tokens: int | None
-    pp_slice_cut: str | None
     pp_slice_weights: str | None
     pp_microbatch_costs: str | None
     pp_reorder_microbatches: bool | None

@@ -175,7 +175,6 @@ class Run:
         lengths_of: of a library: a user's function from what a data iterator gives for one
             microbatch to the lengths of its sequences.
         slices_of: of a sequence of so many tokens, where lengths are known; None: it is not cut.
-        even_slices: they are of equal lengths; else they take equally long.
     """
 
     args: MegatronArgs
@@ -195,7 +194,6 @@ class Run:
     notices: list[str] = field(default_factory=list)
     lengths_of: Callable[[Any], Any] | None = None
     slices_of: Callable[[int], int] | None = None
-    even_slices: bool = False
 
     def __post_init__(self) -> None:
         self.request = self.request or self.schedule

@@ -47,7 +47,6 @@ def shares_of_loads(
     whole: Load,
     hidden: int,
     counts: Sequence[int] | None = None,
-    even: bool = False,
 ) -> tuple[tuple[Shares, ...], ...]:
     """Of each microbatch, for each of its slices, the shares of a whole one's F, B, W and set.
 
@@ -58,7 +57,6 @@ def shares_of_loads(
         whole: of the microbatch whose times are known.
         hidden: h.
         counts: slices of each microbatch; None: it is not cut.
-        even: slices are of equal lengths; else they take equally long.
     """
     of_whole = attention_share(Fraction(whole.squares, whole.tokens), hidden)
     found: list[tuple[Shares, ...]] = []
@@ -76,7 +74,7 @@ def shares_of_loads(
                     *_shares(tokens * (y - x), pairs * (y * y - x * x), of_whole, SHARE),
                     max(Fraction(1, SHARE), _up(held * y, SHARE) - _up(held * x, SHARE)),
                 )
-                for x, y in pairwise(ends_of(counts[number], own, even=even))
+                for x, y in pairwise(ends_of(counts[number], own, even=False))
             )
         )
     return tuple(found)

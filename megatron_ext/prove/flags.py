@@ -72,13 +72,13 @@ class Flags:
             raise ValueError(f"{self.text(name)}: not a whole number") from None
 
     @property
-    def slices(self) -> tuple[int, bool, bool] | None:
-        """Into how many slices sequences are cut, whether of equal lengths, and whether they have
-        packed documents; None: into none."""
+    def slices(self) -> tuple[int, bool] | None:
+        """Into how many slices sequences are cut, and whether they have packed documents; None:
+        into none."""
         count = self.number("--pp-slices", 1)
         if count == 1:
             return None
-        return count, self.values("--pp-slice-cut") == ["even"], bool(self.matching(PACKED))
+        return count, bool(self.matching(PACKED))
 
     def set(self, name: str, *values: object) -> None:
         """Give a flag these values, where it stands or at the end."""

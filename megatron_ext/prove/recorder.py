@@ -63,10 +63,10 @@ def prepare(value: Any, rank: int, folder: Path) -> None:
         races.install(value["late"] * 1009 + rank)
 
     if value["slices"] and value["alone"]:
-        from megatron_ext.integration.features.slices import alone
         from megatron_ext.integration.versions import megatron_version
+        from megatron_ext.prove import one_process
 
-        alone.install(Wanted(*value["slices"]), megatron_version())
+        one_process.install(Wanted(*value["slices"]), megatron_version())
 
     setup = training.setup_model_and_optimizer
 

@@ -150,8 +150,7 @@ def _slices(rng: random.Random) -> str:
     slices, of which no gradient is added in another order."""
     if rng.random() < 0.8:
         return ""
-    even = " --pp-slice-cut even" * (rng.random() < 0.3)
-    return f"--transformer-impl local --pp-slices {rng.choice((2, 3, 4, 7))}{even}"
+    return f"--transformer-impl local --pp-slices {rng.choice((2, 3, 4, 7))}"
 
 
 def _widths(rng: random.Random, pp: int) -> tuple[int, int, str]:

@@ -84,7 +84,6 @@ def test_losses_of_whole_microbatches(train: Run, schedule: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "model"),
     [
-        nightly("--pp-slice-cut even", ROPE),
         nightly("--recompute-granularity full --recompute-method uniform "
                 "--recompute-num-layers 1", ROPE),
         nightly("", "--position-embedding-type learned_absolute"),
@@ -94,9 +93,7 @@ def test_losses_of_whole_microbatches(train: Run, schedule: str) -> None:
     ],
 )  # fmt: skip
 def test_options(train: Run, flags: str, model: str) -> None:
-    """Even cuts travel in messages of one shape, others in messages whose shapes are sent ahead."""
-    given = [flag for flag in flags.split() if flag not in ("--pp-slice-cut", "even")]
-    whole = train("--pp-schedule", "1f1b", *given, model=model)
+    whole = train("--pp-schedule", "1f1b", *flags.split(), model=model)
     found = train("--pp-schedule", "v-half", "--pp-slices", "4", *flags.split(), model=model)
     assert close(found, whole)
 

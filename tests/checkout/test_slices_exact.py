@@ -75,7 +75,7 @@ def from_whole(run: Session, flags: Flags) -> float:
     """The largest relative difference of a gradient or loss in slices from that of whole
     microbatches, in one process."""
     whole = flags.copy()
-    whole.drop("--pp-slices", "--pp-slice-cut")
+    whole.drop("--pp-slices")
     (sliced, ended), (entire, other) = run.reference(flags), run.reference(whole)
     assert ended.status == other.status == "ok", ended.report + other.report
     worst = 0.0
@@ -187,7 +187,7 @@ def test_experts(sessions: Sessions, flags: str) -> None:
         nightly(f"--pp-offload full {EXPERTS} {AUX}"),  # measured in the first step
         nightly("--pp-schedule zb-h1 --pp-offload auto --pp-offload-time 0.1"),
         nightly("--pp-offload half --pp-offload-time 0.1 --recompute-granularity selective "
-                "--recompute-modules core_attn --pp-slice-cut even"),
+                "--recompute-modules core_attn"),
     ],
 )  # fmt: skip
 def test_offload(sessions: Sessions, flags: str, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_packed_documents(
         ROPE,
         nightly(f"{EXPERTS} {ALL_LOSSES} {FULL}"),
         nightly("--pp-offload half --pp-offload-time 0.1"),
-        nightly("--calculate-per-token-loss --pp-slice-cut even"),
+        nightly("--calculate-per-token-loss"),
     ],
 )
 def test_joined_weights(sessions: Sessions, flags: str, tmp_path: Path) -> None:

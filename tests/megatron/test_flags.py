@@ -521,7 +521,7 @@ def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([])
     ours = ["schedule", "memory_cap", "group_size", "cost", "p2p", "trace"]
-    ours += ["cheap_recompute", "slices", "slice_cut", "slice_weights", "profile_steps"]
+    ours += ["cheap_recompute", "slices", "slice_weights", "profile_steps"]
     ours += ["slice_tokens", "microbatch_costs", "reorder_microbatches"]
     ours += ["vocab_parallel", "vocab_chunks"]
     ours += ["offload", "offload_chunks", "offload_time", "offload_transfer", "offload_policy"]

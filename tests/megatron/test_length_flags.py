@@ -88,7 +88,6 @@ def test_equal_ones_that_are_longer_are_planned_under_a_cap_in_bytes(
     feature._free, feature._read = False, lambda step: None
     feature._run = SimpleNamespace(
         args=args, request=SimpleNamespace(cap_bytes=1 << 30, cut=None), slices_of=None,
-        even_slices=False,
     )  # fmt: skip
     call = SimpleNamespace(shape=None, iteration=SimpleNamespace(num_microbatches=2))
     step: Any = SimpleNamespace(training=True, call=call)

@@ -18,7 +18,6 @@ import torch
 from megatron_ext.integration import ConfigError, saved_parameters
 from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
-from megatron_ext.integration.features.schedule.slice_count import with_slices
 from megatron_ext.integration.features.slices import Slices
 from megatron_ext.integration.features.slices.carry import (
     KEYS,
@@ -40,7 +39,7 @@ from megatron_ext.integration.hooks import declared
 from megatron_ext.integration.runner import with_loss_function
 from megatron_ext.integration.targets import GPT_FORWARD
 from megatron_ext.runtime import merged_attention
-from megatron_ext.schedule import NAMES, Costs, generate, load, save
+from megatron_ext.schedule import Costs, generate, load, save
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
 from tests.support.stand_ins import started
@@ -70,7 +69,7 @@ class TestFlags:
 
         sliced, whole = file("sliced", slices=3), file("whole")
         for count in (3, None):
-            run = checked(sliced, pp_slices=count, pp_slice_cut=None if count is None else "even")
+            run = checked(sliced, pp_slices=count)
             assert run.request is not None and run.request.cut is not None
             assert len(run.request.cut.ends) == 3 and Slices().start(run)
             made = run.request.resolve(2, None, 4).plan(4)
@@ -79,7 +78,6 @@ class TestFlags:
         assert joined is not None and joined.cut is not None and joined.cut.joined
         for path, flags, why in (
             (sliced, {}, "has 3 slices a microbatch; drop it, or give --pp-slices 3"),
-            (sliced, {"pp_slices": "auto"}, "has 3 slices a microbatch"),
             (sliced, {"pp_slices": 1}, "--pp-slices 1 needs .* has 3 slices a microbatch"),
             (sliced, {"pp_slices": 3, "pp_slice_weights": "joined"}, "has a W for every slice"),
             (whole, {}, "is a file, whose order is fixed; drop"),
@@ -95,8 +93,6 @@ class TestFlags:
             assert Slices().start(run) == ()
 
     def test_what_it_asks_for(self) -> None:
-        cut = checked(pp_slice_cut="even").request.cut
-        assert cut is not None and cut.lengths == [16, 16, 16, 16]
         cut = checked().request.cut
         assert cut is not None and cut.lengths == sorted(cut.lengths, reverse=True) != [16] * 4
         tensor = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
@@ -112,7 +108,7 @@ class TestFlags:
     def test_each_length_has_its_number_of_slices(self) -> None:
         split = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=4)
         one = SimpleNamespace(sequence_parallel=False)
-        by_tokens, three = Wanted(1, even=True, tokens=8), Wanted(3, even=True)
+        by_tokens, three = Wanted(1, tokens=8), Wanted(3)
         lengths = (1, 8, 9, 40)
         assert [by_tokens.count_of(n, one) for n in lengths] == [1, 1, 2, 5]
         assert [three.count_of(n, one) for n in lengths] == [1, 3, 3, 3]
@@ -148,38 +144,6 @@ class TestFlags:
     def test_bad_values(self, changed: dict[str, Any], words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             checked(**changed)
-
-    def test_auto_makes_steps_short(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Few long microbatches are cut, many or short ones are not; under a cap that whole
-        microbatches do not keep slices may."""
-        sizes = {"seq_length": 65536, "hidden_size": 4096, "pp_slices": "auto", "rank": 0}
-        long, short = sizes, sizes | {"seq_length": 512}
-
-        def chosen(
-            name: str,
-            microbatches: int,
-            given: dict[str, Any],
-            cap: str | None = None,
-            names: Sequence[str] = NAMES,
-        ) -> int:
-            args = arguments(pipeline_model_parallel_size=4, micro_batch_size=1, **given)
-            run = Run(args, "0.19.0", request=ScheduleRequest.of(name, None, cap))
-            Slices().check(run)
-            assert run.request is not None and len(run.request.cuts) == 4
-            with caplog.at_level("INFO", logger="megatron_ext"):
-                request = with_slices(args, run.request, microbatches, names)
-            assert request.cuts == () and (request.cut is None) == (args.pp_slices == 1)
-            return int(args.pp_slices)
-
-        assert chosen("v-half", 4, long) in (4, 8)
-        assert "slices a microbatch: a step takes" in caplog.text
-        assert chosen("v-half", 4, short) == 1 == chosen("v-half", 200, long)
-        assert "whole microbatches are fastest" in caplog.text
-        assert chosen("v-cap", 4, long, "0.25") in (8, 16)  # waits are long there
-        assert chosen("auto", 8, long, "0.5", ("1f1b", "zb-h1")) in (4, 8)
-        assert "whole ones do not keep the cap" in caplog.text
-        with pytest.raises(ConfigError, match="auto: no number of slices keeps the cap"):
-            chosen("auto", 8, long, "0.1", ("1f1b", "zb-h1"))
 
     def test_one_weight_pass_for_all_slices(self) -> None:
         for name, joined in (("v-half", True), ("1f1b", True), ("1f1b", False)):
@@ -521,8 +485,8 @@ def test_layers_that_are_not_cut_are_refused() -> None:
 
 def test_every_call_is_cut_for_its_own_length() -> None:
     """Sequences of one call are alike; those of the next one may be longer."""
-    passes: Any = started(Slices, args=arguments(pp_slices=2, pp_slice_cut="even"))
-    config = SimpleNamespace(hidden_size=32, sequence_parallel=False)
+    passes: Any = started(Slices, args=arguments(pp_slices=2))
+    config = SimpleNamespace(hidden_size=1 << 40, sequence_parallel=False)
     iteration = SimpleNamespace(config=config)
     step = SimpleNamespace(training=True, plan=SimpleNamespace(slices=(2, 2)))
     for tokens, shape in ((8, (4, 1, 32)), (12, (6, 1, 32)), (7, None)):
@@ -538,7 +502,7 @@ def test_every_call_is_cut_for_its_own_length() -> None:
 @pytest.mark.parametrize("library", [False, True])
 def test_loss_functions_are_looked_at(library: bool) -> None:
     """A script's in the first training step, a trainer's in every one."""
-    args = arguments(pp_slices=2, pp_slice_cut="even")
+    args = arguments(pp_slices=2)
     passes: Any = started(Slices, args=args, library=library)
     looks = []
     config = SimpleNamespace(hidden_size=32, sequence_parallel=False)
@@ -578,6 +542,6 @@ def test_no_slice_is_lost_where_the_first_call_overwrites(monkeypatch: Any) -> N
     """Of Transformer Engine's layers; in backward the first slice is the last."""
     target = SimpleNamespace(loaded=True, exists=True)
     monkeypatch.setattr(saved_parameters, "TE_FUNCTIONS", (target,))
-    slices = started(Slices, args=arguments(pp_slices=2, pp_slice_cut="even"))
+    slices = started(Slices, args=arguments(pp_slices=2))
     (hook,) = [one for one in slices.hooks() if one.target is target]
     assert hook.make is saved_parameters.with_parameters

@@ -44,7 +44,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "cpu": ({"cpu", "runtime"}, {"torch", "megatron", "numpy"}),
     "prove": (
-        {"_input", "_megatron_flags", "cpu", "integration", "launch", "offload", "plan", "prove"},
+        {"_input", "_megatron_flags", "cpu", "integration", "launch", "offload", "plan", "prove"}
+        | {"runtime", "schedule"},
         {"torch", "megatron", "numpy"},  # numpy's random state
     ),
     "commands": (_ALL, set()),

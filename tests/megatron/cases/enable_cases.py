@@ -30,10 +30,10 @@ from megatron.core.pipeline_parallel import (  # noqa: E402
     schedules,
 )
 
-from megatron_ext.integration.features.slices import alone  # noqa: E402
 from megatron_ext.integration.features.slices.wanted import Wanted  # noqa: E402
 from megatron_ext.integration.utils import unwrapped  # noqa: E402
 from megatron_ext.integration.versions import megatron_version  # noqa: E402
+from megatron_ext.prove import one_process  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, VOCAB, global_names, to_bytes  # noqa: E402
 from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
@@ -91,7 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zb-h1-slices": {
         **_EXPERTS,
         "schedule": "zb-h1",
-        "options": {"slices": 3, "slice_cut": "balanced"},
+        "options": {"slices": 3},
     },
     "users-weights": {
         **_EXPERTS,
@@ -188,7 +188,7 @@ def trained(
     if "schedule" in case:
         megatron_ext.enable(schedule, **case.get("options", {}))
     if "alone" in case:
-        alone.install(Wanted(case["alone"], even=False), megatron_version())
+        one_process.install(Wanted(case["alone"]), megatron_version())
     gpt_cases.initialize(case["pp"], chunks)
     models = {name: build(case, hidden) for name, hidden in models_of.items()}
     step, last = get_forward_backward_func(), parallel_state.is_pipeline_last_stage()

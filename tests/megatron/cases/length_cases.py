@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "v-zb-slices-free": {
         "schedule": "v-zb",
         "chunks": 2,
-        "options": _FREE | {"slice_tokens": 4, "slice_cut": "even"},
+        "options": _FREE | {"slice_tokens": 4},
     },
     "three-slices": {"schedule": "zb-h1", "options": _FREE | {"slices": 3}},
     "replicas": {"schedule": "zb-h1", "options": _FREE, "world": 4, "form": "object"},

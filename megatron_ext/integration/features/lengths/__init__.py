@@ -154,7 +154,7 @@ class Lengths(Feature):
         if self._run.slices_of is not None:
             usual = None if step.call.shape is None else step.call.batch[0]
             counts = [self._run.slices_of(usual or load.length) for load in loads]
-        return shares_of_loads(loads, whole, args.hidden_size, counts, self._run.even_slices)
+        return shares_of_loads(loads, whole, args.hidden_size, counts)
 
     @property
     def _usual(self) -> int:

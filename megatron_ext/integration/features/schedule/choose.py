@@ -54,7 +54,6 @@ class ScheduleRequest:
         barriers: of a vocabulary that is sharded over all ranks; 0: it is not.
         overlap: passes run in pairs, as ``ScheduleSpec``.
         cut: of every microbatch's sequence into slices; None: it is not cut.
-        cuts: to choose ``cut`` from; empty: it is given.
         planner: of the schedule that answers it, once the model's chunks are known.
     """
 
@@ -72,7 +71,6 @@ class ScheduleRequest:
     barriers: int = 0
     overlap: bool = False
     cut: Cut | None = None
-    cuts: tuple[Cut, ...] = ()
     planner: Planner | None = None
 
     @classmethod

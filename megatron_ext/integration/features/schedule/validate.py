@@ -29,7 +29,6 @@ from .rules import (
     V_PLACEMENT,
     require,
 )
-from .slice_count import with_slices
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
 _UNEVEN = (
@@ -106,7 +105,7 @@ def check_facts(run: Run) -> None:
     """Checks of a run whose facts are known: Megatron's arguments, parsed and not yet validated, in
     which the virtual stages are set that the schedule needs; or a library's model.
 
-    Its request then has this job, and ``auto`` and the number of slices decided.
+    Its request then has this job.
 
     Raises:
         ConfigError: a combination that cannot work.
@@ -173,8 +172,7 @@ def _asked_for(args: MegatronArgs, request: ScheduleRequest, pp: int) -> Schedul
         _require_chunks(request, None, "no flag says how many", fix)
     elif least > 1:
         _ask_for_chunks(args, pp, least)
-    chunks = None if asked is None or request.vee else asked.chunks
-    return with_slices(args, request, _full_microbatches(args, pp), chunks=chunks)
+    return request
 
 
 def _chunks_of(request: ScheduleRequest) -> tuple[int, int | None]:
@@ -209,7 +207,6 @@ def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRe
     names = _suitable(args, pp, asked)
     microbatches = _full_microbatches(args, pp)
     chunks = 2 if asked is None else max(asked.chunks or 0, 2)
-    request = with_slices(args, request, microbatches, names, chunks)
     request = request.decide(pp, microbatches, names, chunks)
     if request.vee:
         _place_vee(args, pp)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 from ...._input import attribute
 from ....plan.slices import CONFLICTS, FLAG, PACKED
-from ....schedule import AUTO
 from ...callbacks import Callback, Step
 from ...feature import Feature, Flag, Needs, Run, require_no_conflict
 from ...utils import Wrappers
@@ -19,17 +17,7 @@ from . import rules
 from .model import SlicedModel
 from .run import Batches, SliceRunner, require_nothing_left
 from .state import Cuts
-from .wanted import CUT, TOKENS, WEIGHTS, Wanted
-
-_NUMBERS = (2, 4, 8, 16)  # of slices, that auto chooses from
-
-
-def _count(text: str) -> int | str:
-    """The flag's value."""
-    try:
-        return text if text == AUTO else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number or {AUTO}, got {text!r}") from None
+from .wanted import TOKENS, WEIGHTS, Wanted
 
 
 class Slices(SlicedModel, Feature):
@@ -39,14 +27,10 @@ class Slices(SlicedModel, Feature):
         Flag(
             FLAG,
             "cut the sequence of every training microbatch into K slices (default 1), for few "
-            "microbatches and long sequences: a slice attends to those before it; auto takes the "
-            "power of two up to 16 that makes a step shortest under the cap, and logs its gain",
-            "{K,auto}",
-            _count,
+            "microbatches and long sequences: a slice attends to those before it",
+            "K",
+            int,
             least=1,
-            not_in_library="it chooses by the microbatches and tokens of a step, which are not "
-            "known; run `megatron-ext compare --slices 1,2,4` and give a number",
-            not_in_library_as=(AUTO, lambda value, args: value == AUTO),
         ),
         Flag(
             TOKENS,
@@ -56,13 +40,6 @@ class Slices(SlicedModel, Feature):
             int,
             least=1,
             excludes=(FLAG, "both say how many slices there are; drop one of them"),
-        ),
-        Flag(
-            CUT,
-            f"with {FLAG}: balanced (default), so that all slices take equally long under causal "
-            "attention, or even, of equal lengths",
-            choices=("balanced", "even"),
-            needs=Needs({FLAG: (), TOKENS: ()}, f"{FLAG} 2 or more", idle=1),
         ),
         Flag(
             WEIGHTS,
@@ -90,42 +67,32 @@ class Slices(SlicedModel, Feature):
 
     def check(self, run: Run) -> None:
         wanted = _wanted(run)
-        if not wanted or run.request is None:
+        if wanted is None or run.request is None:
             return
         known = run.args.seq_length is not None and run.args.hidden_size is not None
         rules.SIZES.require(known, flag=_text(run))
         self._ask(run, wanted)
 
-    def _ask(self, run: Run, wanted: Sequence[Wanted]) -> None:
-        """Ask for an order of the slices of this model's sequences.
-
-        Args:
-            wanted: one cut, or several to choose from.
-        """
+    def _ask(self, run: Run, wanted: Wanted) -> None:
+        """Ask for an order of the slices of this model's sequences."""
         args, tokens = run.args, run.args.seq_length
         assert run.request is not None and tokens is not None
         require_no_conflict(args, self.conflicts, {"": _text(run)})
-        if args.pp_slices == AUTO:
-            cuts = tuple(one.cut(tokens, args) for one in wanted if one.fits(tokens, args))
-            run.request = replace(run.request, cuts=cuts)
-            return
         lengths_differ = run.library and getattr(args, "variable_seq_lengths", False)
-        first = wanted[0]
-        _set_cut(run, first)
+        # Other features learn how sequences of known length are cut.
+        run.slices_of = functools.partial(wanted.count_of, config=args)
         of_steps = args.pp_microbatch_costs == "lengths"
-        kept = first.tokens is None or not lengths_differ or of_steps
+        kept = wanted.tokens is None or not lengths_differ or of_steps
         rules.LENGTHS.require(kept, flag=_text(run))
-        if first.count > 1:
-            cut = first.shortest(args) if lengths_differ else first.cut(tokens, args)
+        if wanted.count > 1:
+            cut = wanted.shortest(args) if lengths_differ else wanted.cut(tokens, args)
             run.request = replace(run.request, cut=cut)
 
     def start(self, run: Run) -> Sequence[Callback]:
         wanted = _wanted(run)
-        if not wanted or run.request is None:
+        if wanted is None or run.request is None:
             return ()
-        if not run.library:  # where auto has chosen by now
-            _set_cut(run, wanted[0])
-        self._cut, self.implementations = wanted[0], _implementations(run)
+        self._cut, self.implementations = wanted, _implementations(run)
         self.one_mask = not (run.library or getattr(run.args, "reset_attention_mask", False))
         # Of the loss function: of a script the first step's, of a trainer that of every step.
         self._library, self._unknown = run.library, True
@@ -179,31 +146,22 @@ class Slices(SlicedModel, Feature):
         self.slicing.clear()
 
 
-def _wanted(run: Run) -> Sequence[Wanted]:
-    """What flags or a schedule file ask for, one cut or several to choose from; empty: whole
-    sequences."""
+def _wanted(run: Run) -> Wanted | None:
+    """What flags or a schedule file ask for; None: whole sequences."""
     args, file = run.args, None if run.request is None else run.request.file
-    count, even = args.pp_slices, args.pp_slice_cut == "even"
+    count = args.pp_slices
     packed = any(getattr(args, attribute(name), False) for name in PACKED)
     if file is not None:
-        return [Wanted(file.slices[0], even, packed, file.joined)] if file.slices else ()
-    rest, tokens = (even, packed, args.pp_slice_weights == "joined"), args.pp_slice_tokens
+        return Wanted(file.slices[0], packed, file.joined) if file.slices else None
+    rest, tokens = (packed, args.pp_slice_weights == "joined"), args.pp_slice_tokens
     if tokens is not None:
         length = getattr(args, "seq_length", None)
         # Where lengths are not known yet, or differ, each microbatch has its own number.
         if length is None or getattr(args, "variable_seq_lengths", False):
-            return [Wanted(1, *rest, tokens)]
+            return Wanted(1, *rest, tokens)
         number = -(-length // tokens)
-        return [Wanted(number, *rest, tokens)] if number > 1 else ()
-    if isinstance(count, str):
-        return [Wanted(number, *rest) for number in _NUMBERS]
-    return [Wanted(count, *rest)] if count is not None and count > 1 else ()
-
-
-def _set_cut(run: Run, wanted: Wanted) -> None:
-    """Let other features know how sequences of known length are cut."""
-    run.slices_of = functools.partial(wanted.count_of, config=run.args)
-    run.even_slices = wanted.even
+        return Wanted(number, *rest, tokens) if number > 1 else None
+    return Wanted(count, *rest) if count is not None and count > 1 else None
 
 
 def _text(run: Run) -> str:

@@ -10,7 +10,6 @@ from ....plan.slices import FLAG, attention_share
 from ....schedule.spec import Cut
 from ...errors import ConfigError
 
-CUT = "--pp-slice-cut"
 WEIGHTS = "--pp-slice-weights"
 TOKENS = "--pp-slice-tokens"
 
@@ -21,7 +20,6 @@ class Wanted:
 
     Attributes:
         count: slices of a sequence.
-        even: they are of equal lengths; else they take equally long.
         packed: documents are packed in sequences, so that attention looks back by one only, which
             is taken as free.
         joined: one W for all slices of a microbatch.
@@ -30,7 +28,6 @@ class Wanted:
     """
 
     count: int
-    even: bool
     packed: bool = False
     joined: bool = False
     tokens: int | None = None
@@ -57,7 +54,7 @@ class Wanted:
         """
         attention = attention_share(tokens, config.hidden_size) * (not self.packed)
         try:
-            cut = Cut.of(tokens, self.count, attention, _multiple(config), self.even)
+            cut = Cut.of(tokens, self.count, attention, _multiple(config), even=False)
         except ValueError as error:
             raise ConfigError(f"{FLAG} {self.count}: {error}; give fewer slices") from None
         return cut._replace(joined=self.joined)

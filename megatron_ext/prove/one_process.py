@@ -10,17 +10,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ....runtime.wgrad import WeightGradStore
-from ....schedule.placement import Placement
-from ....schedule.units import units_of
-from ...hooks import Hooks, declared, hooked
-from ...pipeline import finalize
-from ...runner import Iteration
-from ...targets import NO_PIPELINE
-from .model import SlicedModel
-from .run import Batches, SliceRunner, require_nothing_left
-from .state import Cuts
-from .wanted import Wanted
+from ..integration.features.slices.model import SlicedModel
+from ..integration.features.slices.run import Batches, SliceRunner, require_nothing_left
+from ..integration.features.slices.state import Cuts
+from ..integration.features.slices.wanted import Wanted
+from ..integration.hooks import Hooks, declared, hooked
+from ..integration.pipeline import finalize
+from ..integration.runner import Iteration
+from ..integration.targets import NO_PIPELINE
+from ..runtime.wgrad import WeightGradStore
+from ..schedule.placement import Placement
+from ..schedule.units import units_of
 
 
 def install(wanted: Wanted, version: str) -> Hooks:
