@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import random
-import re
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +13,11 @@ import pytest
 import torch
 
 from megatron_ext.offload import arena as arena_module
-from megatron_ext.offload import host
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.blocks import ALIGNMENT, padded
 from megatron_ext.offload.device import CpuDevice, Direction, HostEvent
 from megatron_ext.offload.engine import Policy
-from megatron_ext.offload.errors import OffloadConfigError
-from megatron_ext.offload.host import bound_to_numa_node, pci_bus_id, require_host_memory
+from megatron_ext.offload.host import bound_to_numa_node, pci_bus_id
 from megatron_ext.offload.host_memory import available_host_bytes
 from megatron_ext.offload.rates import Rates, choose_policy, measure_rates
 
@@ -100,45 +95,6 @@ def test_memory_that_fits_is_not_taken_again():
         assert arena.capacity_bytes == padded(needed)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs Linux")
-def test_pages_are_private_huge_and_not_inherited():
-    memory = host.host_pages(4 << 20)
-    assert not memory.any()
-    flags: list[str] = []
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
-            start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            inside = start <= memory.data_ptr() < end
-            assert not inside or "p " in line  # private
-        elif inside and line.startswith("VmFlags:"):
-            flags = line.split()
-    assert "dc" in flags  # not copied on fork
-    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
-
-
-def test_pages_are_touched_by_several_threads(monkeypatch):
-    touched, threads = [], set()
-    memset = host.ctypes.memset
-
-    def note(address: int, value: int, nbytes: int) -> None:
-        touched.append((address, nbytes))
-        threads.add(threading.get_ident())
-        memset(address, value, nbytes)
-
-    monkeypatch.setattr(host, "_TOUCH_BYTES", 4096)
-    monkeypatch.setattr(host.ctypes, "memset", note)
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
-    memory = host.host_pages(10 * 4096 + 5)
-    assert len(touched) == 4
-    at = memory.data_ptr()
-    for address, nbytes in sorted(touched):
-        assert address == at
-        at += nbytes
-    assert at == memory.data_ptr() + memory.numel()
-    assert threading.get_ident() not in threads  # They are bound as the one that made them.
-
-
 def test_a_place_being_read_is_busy_for_its_next_owner():
     arena = HostArena(CPU, 4096)
     low, high = arena.allocate(2048), arena.allocate(2048)
@@ -151,24 +107,6 @@ def test_a_place_being_read_is_busy_for_its_next_owner():
     assert arena.allocate(512).busy == [reading]
     reading.set_result(None)
     assert arena.allocate(512).busy == []
-
-
-def test_too_little_host_memory_is_one_sentence(monkeypatch):
-    gib = 1 << 30
-    require_host_memory([4 * gib] * 2, 9 * gib)
-    with pytest.raises(OffloadConfigError) as caught:
-        require_host_memory([4 * gib, 6 * gib], 10 * gib)
-    text = str(caught.value)
-    for part in ("10.00 GiB", "2 ranks", "6.00 GiB a rank", "9.00 GiB", "--pp-offload-chunks"):
-        assert part in text
-    assert "\n" not in text
-    with pytest.raises(OffloadConfigError):
-        HostArena(CPU, 1 << 50)
-    arena = HostArena(CPU, 2000)
-    monkeypatch.setattr("megatron_ext.offload.arena.available_host_bytes", lambda: 2000)
-    arena.allocate(2000)
-    with pytest.raises(OffloadConfigError):
-        arena.allocate(2000)
 
 
 def test_available_memory_is_what_the_group_leaves(tmp_path):

@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from megatron_ext.integration.saved_parameters import parameter_of
-from megatron_ext.offload import device
 from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.engine import FileLinkLock
 from megatron_ext.offload.store import ActivationStore
-from megatron_ext.prove import races
-from megatron_ext.prove.faulty_device import Faults, FaultyDevice
+from megatron_ext.prove.faulty_device import Faults
 from megatron_ext.runtime.wgrad import WeightGradStore
 from tests.support.streams import StreamDevice
 
@@ -184,17 +182,3 @@ def test_autograd_sees_what_a_missing_edge_spoils(make_engine, edge):
         engine.synchronize()
         store.finish((0, 0))
         assert torch.equal(x.grad, x.detach().exp()) is not bool(skipped)
-
-
-def test_prove_gives_runs_with_late_messages_late_copies_too(monkeypatch):
-    group = torch.distributed.ProcessGroup
-    for kind in (group, torch.distributed.ProcessGroupGloo):
-        for name in ("send", "recv"):
-            monkeypatch.setattr(kind, name, getattr(kind, name))
-    monkeypatch.setattr(device, "CpuDevice", device.CpuDevice)
-    races.install(1)
-    made = device.device_for(torch.device("cpu"))
-    assert isinstance(made, FaultyDevice) and made.faults.poison
-    assert made.faults.delay is not None
-    assert 0 < made.faults.delay(device.Direction.TO_HOST) < races.LONGEST
-    made.close()

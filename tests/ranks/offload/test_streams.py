@@ -76,25 +76,6 @@ def test_another_stream_may_use_reloaded_memory_late(make_engine, eager):
         assert torch.equal(grad, 2 * once)
 
 
-def test_no_memory_outlives_its_users(make_engine):
-    engine = make_engine("dual", device_class=StreamDevice)
-    store = ActivationStore(engine, min_bytes=1)
-    x = tensor(ROWS, HIDDEN)
-    with engine.device as device:
-        before = len(device._used)
-        with store.saving(KEY):
-            y = beside(device, SIDE, torch.exp, x).sum()
-        leave(store)
-        come_back(store)
-        y.backward()
-        store.finish(KEY)
-        x.grad = None
-        del y
-        device.synchronize()
-        device.allocate(1)
-        assert len(device._used) == before and not device._shared
-
-
 @pytest.mark.parametrize("eager", EAGER, ids=lambda names: ", ".join(names) or "none")
 def test_unused_memory_waits_for_its_reload(make_engine, eager):
     """A part of the set is used on another stream only; nobody uses the rest."""
