@@ -10,11 +10,9 @@ found.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 # First: it prepares the CPU device before Megatron is imported.
 from tests.megatron.cases import moe_layers
@@ -23,13 +21,9 @@ from tests.megatron.cases.moe_layers import Traced, build, chunked, config_of, d
 # isort: split
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.integration.features.moe.layer import LayerStep
-from megatron_ext.moe.buffers import Record
-from megatron_ext.moe.exchange import Exchange
 from megatron_ext.moe.plan import STOCK, LayerPlan, candidates
-from megatron_ext.moe.region import Region
 from tests.megatron.cases import quantized
 from tests.megatron.cases.fake_deep_ep import Buffer
 from tests.support.case_server import serve, write_all
@@ -149,114 +143,6 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def precision(case: dict[str, Any]) -> dict[str, Any]:
-    """Root mean square errors of the experts' weight gradients in bf16, relative to fp64's."""
-    config = config_of(case)
-    layer = build(config)
-    x, dy = data(case, config)
-    exact = build(config_of({**case, "dtype": torch.float64}))
-    for ours, theirs in zip(exact.parameters(), layer.parameters()):
-        ours.data.copy_(theirs.data)
-    reference = run_layer(exact, x.double(), dy.double())
-    ddp = moe_layers.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model = moe_layers.DistributedDataParallel(config, ddp, layer)
-    found: dict[str, Any] = {}
-    with chunked() as ours:
-        for way in case["ways"]:
-            ours.plan = LayerPlan.of(*way)
-            model.zero_grad_buffer()
-            model(x.clone().requires_grad_())[0].backward(dy)
-            errors = []
-            for name, parameter in layer.named_parameters():
-                if "experts" in name:
-                    error = parameter.main_grad.double() - reference[name]
-                    errors.append(float(error.square().mean().sqrt() / reference[name].std()))
-            found[way] = sum(errors) / len(errors)
-    return found
-
-
-class Watched:
-    """Notes, inside the context, what one forward pass of a layer keeps, parameters apart.
-
-    Attributes:
-        kept: storages that autograd keeps for the region, by identity.
-        inside: storages that it wanted to keep for the experts, and their bytes.
-        rows: (experts' rows, rows sent) of each chunk.
-        worst: the table's.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        self._parameters = {p.untyped_storage()._cdata for p in layer.parameters()}
-        self.kept: dict[int, Any] = {}
-        self.inside: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.rows: list[tuple[int, int]] = []
-        self.worst: tuple[int, ...] = ()
-
-    @contextlib.contextmanager
-    def __call__(self) -> Any:
-        call, pack, split = Region.__call__, Record._pack, Exchange.split
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._parameters:
-                self.kept[storage._cdata] = storage
-            return tensor
-
-        def watched_call(region: Any, *args: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                return call(region, *args)
-
-        def watched_pack(record: Any, *given: Any) -> Any:
-            storage = given[-1].untyped_storage()
-            if storage._cdata not in self._parameters:
-                self.inside[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            return pack(record, *given)
-
-        def watched_split(exchange: Any, *args: Any) -> Any:
-            made = split(exchange, *args)
-            self.rows = [(chunk.rows, chunk.sent_rows) for chunk in made[0].chunks]
-            self.worst = dataclasses.astuple(made[0].worst)
-            return made
-
-        with mock.patch.object(Region, "__call__", watched_call):
-            with mock.patch.object(Record, "_pack", watched_pack):
-                with mock.patch.object(Exchange, "split", watched_split):
-                    yield
-
-
-def memory(case: dict[str, Any]) -> dict[str, Any]:
-    """What each strategy keeps between forward and backward pass of one layer, in bytes by unique
-    storage, parameters apart."""
-    config = config_of(case)
-    layer = build(config)
-    x, dy = data(case, config)
-    found: dict[str, Any] = {}
-    with chunked(min_bytes=1) as ours:
-        for way in case["ways"]:
-            ours.plan = LayerPlan.of(*way)
-            watched = Watched(layer)
-            with watched():
-                y, _ = layer(x.clone().requires_grad_())
-            ours.memory.departures.flush()
-            slots = [slot.memory for slot in ours.memory.ring._slots.values()]
-            ring = {one.untyped_storage()._cdata for one in slots if one is not None}
-            inside = [entry for cdata, entry in watched.inside.items() if cdata not in ring]
-            found["worst", way] = watched.worst
-            found[way] = {
-                "kept": sum(storage.nbytes() for storage in watched.kept.values()),
-                "alive inside": sum(n for ref, n in inside if not ref.expired()),
-                "inside": sum(n for _, n in inside),
-                "host": ours.memory.engine.arena.used_bytes,
-                "rows": watched.rows,
-            }
-            watched.kept.clear()
-            y.backward(dy)
-            found[way]["host afterwards"] = ours.memory.engine.arena.used_bytes
-            found[way]["ring"] = ours.memory.ring.nbytes
-            ours.memory.ring.clear()
-    return found
-
-
 WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
 SOME = [(1, "s4"), (3, "none"), (3, "s0"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
 QUANTIZED = [(1, "none"), (1, "s4"), (3, "none"), (3, "s0"), (3, "s3"), (3, "s4")]
@@ -368,21 +254,6 @@ CASES: dict[str, dict[str, Any]] = {
         "frozen": True,
         "hooked": True,
         "skew": True,
-    },
-    "precision": {
-        "world": 2,
-        "ep": 2,
-        "run": precision,
-        "dtype": torch.bfloat16,
-        "sequence": 128,
-        "config": {"moe_router_dtype": "fp32"},
-        "ways": [(1, "none"), (2, "none"), (8, "none"), (8, "s4")],
-    },
-    "memory": {
-        "world": 2,
-        "ep": 2,
-        "run": memory,
-        "ways": [way for way in WAYS if way != (1, "none")],
     },
     "ddp-fp32": {"world": 4, "ep": 2, "run": train, "steps": STEPS},
     "ddp-bf16": {

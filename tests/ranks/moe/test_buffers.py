@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.moe.buffers import Memory, Ring
 from megatron_ext.moe.exchange import Exchange, Transfer
@@ -15,7 +17,9 @@ from megatron_ext.moe.region import Region
 from megatron_ext.offload.device import CpuDevice, Direction
 from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.ranks.moe.regions import (
+    FFN,
     RESTORING,
+    WIDTH,
     Experts,
     batch,
     equal,
@@ -102,6 +106,44 @@ def test_the_ring_shrinks_with_chunks(make: Callable[..., Region]) -> None:
             run(region, chunks, strategy)
             sizes.append(region.memory.ring.nbytes)
         assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.6 * sizes[0]
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the storages that operations have made, by whether they are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            storage = out.untyped_storage()
+            self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def nbytes(self) -> int:
+        return sum(nbytes for ref, nbytes in self._made.values() if not ref.expired())
+
+
+def test_strategies_keep_less_between_forward_and_backward(make: Callable[..., Region]) -> None:
+    """Beside the rings, of three layers: fc1's output, its tanh and the product with none."""
+    kept = {}
+    for strategy in ("none", *RESTORING):
+        region, found = make(), list[int]()
+        with Alive() as alive:
+
+            def between() -> None:
+                region.memory.departures.flush()  # noqa: B023
+                region.memory.ring.leave()  # noqa: B023
+                found.append(alive.nbytes())  # noqa: B023
+
+            run(region, 4, strategy, layers=3, between=between)
+        kept[strategy] = found[0]
+    rows, inner = 3 * int(batch()[2].sum()), FFN * 4
+    assert kept["none"] - kept["s0"] >= rows * inner
+    assert all(kept["s0"] - kept[one] >= rows * (inner + WIDTH * 4) for one in ("s1", "s3"))
+    assert all(kept["s0"] - kept[one] >= rows * inner for one in ("s2", "s4"))
 
 
 def test_a_dropped_graph_gives_its_place_on_the_host_back(make: Callable[..., Region]) -> None:
