@@ -23,13 +23,13 @@ die() {
     exit 2
 }
 
-# set_environment CHUNKS: what a process reads before Python could change it. What is set stays.
+# set_environment: what a process reads before Python could change it. What is set stays.
 set_environment() {
     # Each hardware queue of a GPU runs in order. With one queue, messages, copies of offload and the
     # all-to-alls of MoE chunks wait for the kernels before them. Megatron demands one queue with
     # tensor parallelism before Blackwell, whose overlaps rely on the order of launches.
     local queues=32
-    if ((TP > 1)) && [[ $1 == off ]]; then queues=1; fi
+    if ((TP > 1)); then queues=1; fi
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$queues}
     # Activation sets change in number and size, which fragments a cache of fixed segments.
     export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
@@ -80,7 +80,7 @@ train() {
     fi
     if [[ -n ${EXIT_MINUTES:-} ]]; then flags+=(--exit-duration-in-mins "$EXIT_MINUTES"); fi
     if [[ $SCHEDULE != none ]]; then flags+=(--pp-schedule "$SCHEDULE"); fi
-    set_environment "$chunks"
+    set_environment
     local ranks=(--nnodes "$nodes" --nproc-per-node "$GPUS_PER_NODE")
     if ((nodes > 1)); then
         ranks+=(--node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")

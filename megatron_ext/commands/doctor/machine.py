@@ -79,8 +79,7 @@ _CONFLICTS = (
     ("CUDA_DEVICE_MAX_CONNECTIONS", r"1",
      "one hardware queue: messages, offload copies and MoE chunks wait for the kernels before "
      "them",
-     "with tensor and context parallelism 1, on Blackwell, or with --moe-pipeline-chunks, set 32; "
-     "else Megatron demands 1"),
+     "with tensor and context parallelism 1 or on Blackwell, set 32; else Megatron demands 1"),
     ("CUDA_LAUNCH_BLOCKING", _ON, "the host waits for every kernel: nothing overlaps", "unset it"),
     ("(TORCH_)?NCCL_BLOCKING_WAIT", _ON,
      "the host waits in every message, so passes no longer hide them", "unset it"),
