@@ -130,7 +130,7 @@ def spec_of(args: argparse.Namespace) -> ScheduleSpec:
 
 
 def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
-    """``name`` with the sizes, costs, cap and objective that the options have."""
+    """``name`` with the sizes, costs and cap that the options have."""
     with user_input():
         effort = default_effort() if args.effort is None else args.effort
         slices, shares = units_asked(args, args.microbatches)
@@ -142,7 +142,6 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         replace(costs_of(args, getattr(args, "costs", Costs())), units=shares),
         memory_cap(args),
         args.group_size,
-        objective=args.objective or "makespan",
         effort=effort,
         barriers=0 if args.vocabulary is None else args.vocabulary_barriers or 1,
         overlap=args.overlap,
@@ -225,7 +224,7 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
     for option in ("overlap", "reorder_microbatches"):
         if getattr(args, option):
             raise InputError(f"the order in {path} is fixed; leave {flag_of(option)} out")
-    for option in ("memory_cap", "group_size", "objective"):
+    for option in ("memory_cap", "group_size"):
         if getattr(args, option) is not None:
             raise InputError(
                 f"{flag_of(option)} {getattr(args, option)} shapes a generated schedule, but the "

@@ -94,8 +94,7 @@ def _compare(args: argparse.Namespace) -> int:
     if not rows:
         name, reason = next(iter(impossible.items()))
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
-    span = args.objective == "span"
-    rows.sort(key=lambda row: _place(row, span))  # stable: ties stay simplest first
+    rows.sort(key=_place)  # stable: ties stay simplest first
     if args.output is not None:
         with output(args.output) as path:
             Path(path).write_text(page_of(rows), encoding="utf-8")
@@ -139,9 +138,9 @@ def _cuts(args: argparse.Namespace) -> list[argparse.Namespace]:
     return [argparse.Namespace(**{**vars(args), "slices": one}) for one in args.slices.split(",")]
 
 
-def _place(row: Shown, span: bool) -> tuple[bool, Fraction]:
+def _place(row: Shown) -> tuple[bool, Fraction]:
     """What fits the cap first, by time."""
-    return bool(row.over_cap), row.run.span_bubble if span else row.run.makespan
+    return bool(row.over_cap), row.run.makespan
 
 
 def _json(
@@ -151,7 +150,7 @@ def _json(
     also ``over_cap``. ``slices`` of the whole are those asked for; a schedule's row has its own.
 
     With offload also ``peak_activation_without_offload``, of the worst rank in microbatches.
-    ``memory_cap``, ``group_size``, ``objective`` and the offload options are there if given.
+    ``memory_cap``, ``group_size`` and the offload options are there if given.
     """
     head: dict[str, Any] = {
         "pp": args.pp,
@@ -162,7 +161,7 @@ def _json(
     cap = memory_cap(args)
     if cap is not None:
         head["memory_cap"] = float(cap.share)
-    for option in ("group_size", "objective", *(_OFFLOAD if offloads(args) else ())):
+    for option in ("group_size", *(_OFFLOAD if offloads(args) else ())):
         if getattr(args, option) is not None:
             head[option] = getattr(args, option)
     reasons = [{"schedule": name, "reason": reason} for name, reason in impossible.items()]
@@ -179,17 +178,13 @@ def _table(
     limit = "" if cap is None else f"; memory cap {short(100 * cap.share)} % of 1F1B's peak"
     if args.group_size is not None:
         limit += f"; {GROUPED} in groups of {args.group_size}"
-    if args.objective is not None:
-        limit += f"; objective {args.objective}"
     if args.microbatch_cost is not None:
         limit += "; a cost for every microbatch"
-    span = args.objective == "span"
-    what = "the longest rank's span" if span else "the makespan"
     if offloads(args):
         limit += f"; offload {args.offload}, {args.offload_time} of F+B+W a way"
         if args.offload_transfer is not None:
             limit += f", {args.offload_transfer}"
-    cells = table_of(rows, without=() if span else ("span_bubble",))
+    cells = table_of(rows)
     lines = [
         f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(asked.costs)}{limit}",
         "",
@@ -201,13 +196,11 @@ def _table(
         lines.append(paint(f"{text}  best", "1;32") if best else text)
     lines += [
         "",
-        f"above bound: {what} over the least of any order at that placement and memory; "
+        "above bound: the makespan over the least of any order at that placement and memory; "
         "a longer search gains at most that",
         "peak: activations on the worst rank, in microbatches, and as a share of the number of "
         "ranks, which is 1F1B's peak where a step has as many microbatches or more",
     ]
-    if span:
-        lines.append("span bubble: idle share of the longest rank's span, first to last pass")
     if asked.costs.exchange:
         lines.append("hidden: of the exchange behind computation")
     if args.reorder_microbatches:

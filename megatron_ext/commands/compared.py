@@ -22,7 +22,7 @@ def files_of(args: argparse.Namespace) -> dict[str, Schedule]:
     for path in args.files:
         # What shapes a schedule is for those that are made here.
         fixed = {"schedule": path, "chunks": None, "memory_cap": None, "group_size": None}
-        alone = {"objective": None, "overlap": False, "offload": None}
+        alone = {"overlap": False, "offload": None}
         alone |= {"reorder_microbatches": False}
         asked = argparse.Namespace(**{**vars(args), **fixed, **alone})
         order = spec_of(asked).order

@@ -6,7 +6,7 @@ is a new entry, and its name in the views that show it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -162,8 +162,8 @@ NUMBERS: dict[str, Number] = {
     ),
     "span_bubble": Number(
         lambda s: number_to_json(s.run.span_bubble),
-        *("span bubble", lambda s: _share(s.run.span_bubble)),
-        *("span bubble", lambda s: f"{short(100 * s.run.span_bubble)} %"),
+        label="span bubble",
+        text=lambda s: f"{short(100 * s.run.span_bubble)} %",
     ),
     "peak_activation": Number(
         lambda s: _each(s.run.peak_activation),
@@ -250,7 +250,7 @@ NUMBERS: dict[str, Number] = {
 _MEMORY = ("peak_activation", "peak_activation_vs_1f1b")
 _OFFLOAD = ("peak_activation_without_offload", "peak_host_activation", "offloaded_sets")
 COLUMNS = (
-    *("schedule", "chunks", "slices", "bubble", "span_bubble", "makespan", "above bound"),
+    *("schedule", "chunks", "slices", "bubble", "makespan", "above bound"),
     "saved_by_order",
     *(*_MEMORY, *_OFFLOAD, "offload_stall", "hidden_exchange"),
 )
@@ -276,15 +276,9 @@ def json_of(shown: Shown) -> dict[str, Any]:
     }
 
 
-def table_of(
-    rows: Sequence[Shown], names: Sequence[str] = COLUMNS, without: Collection[str] = ()
-) -> list[tuple[str, ...]]:
-    """Heads and cells of the numbers that any row has, but for those in ``without``."""
-    found = [
-        NUMBERS[name]
-        for name in names
-        if name not in without and any(NUMBERS[name].there(row) for row in rows)
-    ]
+def table_of(rows: Sequence[Shown]) -> list[tuple[str, ...]]:
+    """Heads and cells of the numbers that any row has."""
+    found = [NUMBERS[name] for name in COLUMNS if any(NUMBERS[name].there(row) for row in rows)]
     return [
         tuple(number.head for number in found),
         *(tuple(number.cell(row) for number in found) for row in rows),
@@ -294,7 +288,7 @@ def table_of(
 def page_of(rows: Sequence[Shown]) -> str:
     """The table and every timeline as one HTML page."""
     runs = [timeline.planned(row.run) for row in rows]
-    return page.render(*runs, rows=table_of(rows, without=("span_bubble",)))
+    return page.render(*runs, rows=table_of(rows))
 
 
 def lines_of(shown: Shown) -> list[str]:

@@ -62,17 +62,6 @@ def _effort(value: str) -> float:
     return 0.0 if value in ("0", "0.0") else seconds(value)
 
 
-_OBJECTIVES = {"makespan": "makespan", "rank-span": "span", "span": "span"}
-
-
-def _objective(value: str) -> str:
-    if value not in _OBJECTIVES:
-        raise argparse.ArgumentTypeError(
-            f"invalid choice: {value!r} (choose from 'makespan', 'rank-span')"
-        )
-    return _OBJECTIVES[value]
-
-
 SCHEDULE = Options(
     {
         "--schedule NAME|FILE": f"{', '.join(KNOWN)} (the fastest that fits the cap), or a "
@@ -140,12 +129,10 @@ def _shape(cap_use: str, group_use: str) -> Options:
             "--memory-cap X": "most activation memory, as a fraction of 1F1B's peak; " + cap_use,
             "--group-size G": "microbatches per group, ceil(P/2) to P (default P); for "
             + group_use,
-            "--objective {makespan,rank-span}": "minimize the iteration time (makespan, default), "
-            "or the longest span of a rank; for generated schedules",
             "--effort SECONDS": "approximate search time of a V schedule at unequal costs, on one "
             "core (default 1); counted in passes tried, so every machine finds the same order",
         },
-        kinds={"--group-size": positive, "--objective": _objective, "--effort": _effort},
+        kinds={"--group-size": positive, "--effort": _effort},
     )
 
 

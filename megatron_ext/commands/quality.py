@@ -19,12 +19,11 @@ class Gap(NamedTuple):
     """A schedule's time beside the least of any order at its placement and memory.
 
     Attributes:
-        bound: on the makespan, or on the longest rank's own span, in units of the costs.
+        bound: on the makespan, in units of the costs.
         kind: what it comes from (``schedule.bounds.Bound``).
         above: the schedule's time over the bound, less 1.
         peak: microbatches of activations that the bound allows a rank; None: any number.
         fused: it is of orders with B and W in one pass, as the schedule has.
-        span: it is on the span.
     """
 
     bound: Fraction
@@ -32,7 +31,6 @@ class Gap(NamedTuple):
     above: Fraction
     peak: Fraction | None
     fused: bool
-    span: bool
 
     @property
     def text(self) -> str:
@@ -40,24 +38,22 @@ class Gap(NamedTuple):
         why = f"{self.kind}, B and W in one pass" if self.fused else self.kind
         if self.peak is not None and self.kind in ("memory", "lifespan"):
             why += f", {short(self.peak)} microbatches"
-        what = f"{short(self.bound)}{' of the span' if self.span else ''} ({why})"
+        what = f"{short(self.bound)} ({why})"
         if not self.above:
             return f"{what}; reached: a longer search gains nothing"
         return f"{what}; {percent(self.above)} above: a longer search gains at most that"
 
 
-def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Gap | None:
+def gap_of(simulation: Simulation, cap: Cap | None) -> Gap | None:
     """The gap at the cap, or at the schedule's own peak if that is more or there is no cap.
 
     With offload a rank may keep any number of sets, as if copies took no time. None for a schedule
-    without backward passes, for the span beside vocabulary passes, and for slices or microbatches
+    without backward passes, and for slices or microbatches
     of different costs, of which no bound is known.
     """
-    schedule, span = simulation.schedule, objective == "span"
+    schedule = simulation.schedule
     if schedule.has_units:
         return None
-    if schedule.barriers and span:
-        return None  # whose rank's own span has vocabulary passes before its first F
     sets: int | None = max(simulation.peak_sets)
     if not sets:
         return None
@@ -72,27 +68,23 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
         schedule.costs,
         sets,
         fused=fused,
-        span=span,
         vocabulary=schedule.vocabulary,
         pairs=schedule.has_pairs,
     )
     time = simulation.makespan
-    if span:
-        longest = max(end[-1] - start[0] for start, end in zip(simulation.start, simulation.end))
-        time = Fraction(longest, simulation.scale)
     peak = None if sets is None else Fraction(sets, schedule.placement.chunks)
-    return Gap(bound, kind, time / bound - 1, peak, fused, span)
+    return Gap(bound, kind, time / bound - 1, peak, fused)
 
 
 def simulated(schedule: Schedule, args: argparse.Namespace) -> tuple[Simulation, Gap | None]:
-    """Run ``schedule``, and compare it with the best at the cap and by the objective asked for.
+    """Run ``schedule``, and compare it with the best at the cap asked for.
 
     Raises:
         BrokenGenerator: the order cannot run.
     """
     with generated_by(schedule.name):
         simulation = simulate(schedule)
-    return simulation, gap_of(simulation, memory_cap(args), args.objective)
+    return simulation, gap_of(simulation, memory_cap(args))
 
 
 def percent(share: Fraction) -> str:

@@ -2,7 +2,7 @@
 
 from .actions import Action, AnyAction, Joint, Op
 from .costs import Costs
-from .generators import GENERATORS, NAMES, Objective, default_effort, forward_only, generate
+from .generators import GENERATORS, NAMES, default_effort, forward_only, generate
 from .io import load, save
 from .link import Link
 from .named import CapExceeded, Selected
@@ -29,7 +29,6 @@ __all__ = [
     "Cut",
     "Joint",
     "Link",
-    "Objective",
     "OffloadPlan",
     "OffloadSpec",
     "Op",

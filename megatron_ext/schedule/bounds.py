@@ -43,7 +43,6 @@ def lower_bound(
     memory_cap: int | None = None,
     *,
     fused: bool = False,
-    span: bool = False,
     vocabulary: Vocabulary | None = None,
     pairs: bool = False,
 ) -> Bound:
@@ -67,16 +66,13 @@ def lower_bound(
         memory_cap: most activation sets (one chunk's for one microbatch) on a rank, counted from
             F's start to W's end; None for no cap.
         fused: of orders in which B and W are one pass, BW; these cannot be as fast.
-        span: of the longest single rank's own span instead of the makespan.
-        vocabulary: passes of a sharded one, which all ranks have; not with ``span``.
+        vocabulary: passes of a sharded one, which all ranks have.
         pairs: of orders with joint passes (``F3.1+B4.0``), too, whose communication takes no time
             of its own; the bound is of their computation alone.
 
     Raises:
-        ValueError: per-stage costs for another number of stages; vocabulary passes with ``span``.
+        ValueError: per-stage costs for another number of stages.
     """
-    if span and vocabulary is not None:
-        raise ValueError("there is no bound on the span beside vocabulary passes, only on makespan")
     d = costs.durations(placement)
     if pairs:
         d = d.computation()
@@ -85,16 +81,14 @@ def lower_bound(
         d = d._replace(backward_input=whole, backward_weight=(0,) * len(whole))
     shared = _Shared() if vocabulary is None else _Shared.of(vocabulary, d)
     way = _Way.of(placement, d, vocabulary)
-    found = list(_of_stages(placement, microbatches, d, way, span))
+    found = list(_of_stages(microbatches, d, way))
     for row in placement.stages:
-        rank = _Rank.of(row, microbatches, d, way, span, shared)
-        begin = 0 if span else way.f_start[row[0]]
-        idle = 0 if span else rank.before_first_f
-        found.append((Fraction(idle + rank.work), "work"))
+        rank = _Rank.of(row, microbatches, d, way, shared)
+        found.append((Fraction(rank.before_first_f + rank.work), "work"))
         found.append((Fraction(rank.work + rank.idle(None)), "way"))
         if memory_cap is not None and memory_cap < microbatches * len(row):
             found.append((Fraction(rank.work + rank.idle(memory_cap)), "memory"))
-            found.append((begin + rank.lifespan(memory_cap), "lifespan"))
+            found.append((way.f_start[row[0]] + rank.lifespan(memory_cap), "lifespan"))
     value = max(value for value, _ in found)
     kinds = {kind for at, kind in found if at == value}
     return Bound(value / d.scale, next(k for k in _KINDS if k in kinds))
@@ -147,21 +141,14 @@ class _Way(NamedTuple):
         w_end[0] = max([w_end[0], *end.get(G, ())])
         return cls(start[Op.F], start[Op.B], w_end, max(start.get(S, end[Op.F])))
 
-    def rest(self, stage: int, stages: Iterable[int]) -> int:
-        """From the start of B of ``stage`` to the last end of W of ``stages`` up to it."""
-        return max(self.w_end[s] for s in stages if s <= stage) - self.b_start[stage]
+    def rest(self, stage: int) -> int:
+        """From the start of B of ``stage`` to the last end of W of the stages up to it."""
+        return max(end for s, end in enumerate(self.w_end) if s <= stage) - self.b_start[stage]
 
 
-def _of_stages(
-    placement: Placement, m: int, d: Durations, way: _Way, span: bool
-) -> Iterator[tuple[Fraction, str]]:
+def _of_stages(m: int, d: Durations, way: _Way) -> Iterator[tuple[Fraction, str]]:
     """All F's, or all B's, of one stage, one microbatch's way before and the last one's after."""
-    # The span is at least that of the rank that has the first F.
-    ends = accumulate(way.w_end, max)
-    if span:
-        first = placement.stages[placement.rank_of(0)]
-        ends = accumulate((end if s in first else 0 for s, end in enumerate(way.w_end)), max)
-    for s, end in enumerate(ends):
+    for s, end in enumerate(accumulate(way.w_end, max)):
         yield Fraction(end + (m - 1) * d.forward[s]), "way"
         yield Fraction(end + (m - 1) * d.backward_input[s]), "way"
 
@@ -195,24 +182,21 @@ class _Rank(NamedTuple):
         microbatches: int,
         d: Durations,
         way: _Way,
-        span: bool,
         shared: _Shared,
     ) -> _Rank:
-        """With ``span``, of times from the rank's own first start to its own last end."""
-        begin = way.f_start[row[0]] if span else 0
-        after_b = [way.rest(s, row if span else range(s + 1)) for s in row]
+        after_b = [way.rest(s) for s in row]
         return cls(
             row,
             microbatches,
             d,
             microbatches
             * (sum(_whole(d, s) for s in row) + shared.before + shared.between + shared.behind),
-            [way.f_start[s] - begin for s in row],
-            [way.b_start[s] - begin for s in row],
+            [way.f_start[s] for s in row],
+            [way.b_start[s] for s in row],
             [way.b_start[s] - way.f_start[s] + after for s, after in zip(row, after_b)],
             after_b,
             shared,
-            way.shared - begin,
+            way.shared,
         )
 
     @property

@@ -85,13 +85,10 @@ def replay(tasks: Tasks, rows: Sequence[Sequence[int]]) -> list[int] | None:
     return ends if all(at[rank] == len(row) for rank, row in enumerate(rows)) else None
 
 
-def time_of(tasks: Tasks, rows: Sequence[Sequence[int]], *, span: bool = False) -> int | None:
-    """Makespan of an order, or the longest single rank's own span; None if it cannot run."""
+def time_of(tasks: Tasks, rows: Sequence[Sequence[int]]) -> int | None:
+    """Makespan of an order; None if it cannot run."""
     ends = replay(tasks, rows)
-    if ends is None or not span:
-        return max(ends) if ends else None
-    took = tasks.duration
-    return max(ends[row[-1]] - ends[row[0]] + took[row[0]] for row in rows if row)
+    return max(ends) if ends else None
 
 
 def earliest(tasks: Tasks) -> list[int]:

@@ -11,15 +11,16 @@ from fractions import Fraction
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from .costs import Costs
 from .effects import peak_sets
-from .generators import GENERATORS, NAMES, Objective, generate, generated_by
+from .generators import GENERATORS, NAMES, generate, generated_by
 from .generators.cap import LEAST_CAP, v_cap_limits
 from .generators.vocabulary import add_vocabulary
 from .memory_cap import Cap, ShareCap, number_text
 from .passes.join import join
 from .passes.offload import OffloadPlan, offload
 from .schedule import Schedule
-from .simulate import Simulation, simulate
+from .simulate import simulate
 from .spec import ScheduleSpec
 
 
@@ -39,9 +40,9 @@ class Selected:
 
     @cached_property
     def time(self) -> Fraction:
-        """Makespan, or longest span of a rank, in the units of the costs."""
+        """Makespan in the units of the costs."""
         with generated_by(self.schedule.name):
-            return time_taken(simulate(self.schedule), self.spec.objective)
+            return simulate(self.schedule).makespan
 
     @property
     def place(self) -> tuple[Fraction, int]:
@@ -62,13 +63,6 @@ class CapExceeded(ValueError):
         self.what, self.selected = what, selected
         self.enough = cap.enough(selected.schedule)
         super().__init__(f"{what}; raise the cap to {self.enough}, or use another schedule")
-
-
-def time_taken(run: Simulation, objective: Objective) -> Fraction:
-    """What ``objective`` makes short, in the units of the costs."""
-    if objective == "makespan":
-        return run.makespan
-    return Fraction(max(e[-1] - s[0] for s, e in zip(run.start, run.end) if s), run.scale)
 
 
 def keeps(cap: Cap, schedule: Schedule) -> bool:
@@ -98,7 +92,7 @@ def named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
 
     @cache
     def attempt(
-        index: int, microbatches: int, effort: float = spec.effort
+        index: int, microbatches: int, effort: float = spec.effort, published: bool = False
     ) -> Selected | ValueError:
         if looks and effort:
             block = attempt(index, microbatches, 0)
@@ -106,6 +100,8 @@ def named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
                 return block
         try:
             each = replace(spec, microbatches=microbatches, effort=effort)
+            if published:
+                each = replace(each, costs=Costs(), times=spec.times or spec.costs)
             return _made(each, options[index])
         except ValueError as error:
             return error
@@ -130,10 +126,10 @@ def named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
         if isinstance(found, Selected):
             return _fastest([found, *plain])
         failed = found
-        if spec.offload is not None and spec.effort and spec.order is None:
-            # Fewer sets may leave the device in a searched order than in one that repeats a block.
-            quick = attempt(index, spec.microbatches, 0)
-            plain += [quick] if isinstance(quick, Selected) else []
+        if spec.offload and not (spec.order or spec.barriers or spec.has_units):
+            # Fewer sets may leave the device in a searched order than in the published one.
+            known = attempt(index, spec.microbatches, published=True)
+            plain += [replace(known, spec=spec)] if isinstance(known, Selected) else []
     if plain:
         return _fastest(plain)
     raise failed
@@ -221,7 +217,6 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
         spec.costs,
         group_size=option.group_size,
         memory_cap=cap,
-        objective=spec.objective,
         effort=spec.effort,
         slices=spec.slices or 1,
         joined=spec.joined,

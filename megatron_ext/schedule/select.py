@@ -53,7 +53,7 @@ def select(spec: ScheduleSpec) -> Selected:
         ValueError: unknown name, or numbers that no schedule exists for.
     """
     if spec.order is None:
-        check_sizes(spec.name, spec.pp, spec.microbatches, spec.chunks, spec.objective, (AUTO,))
+        check_sizes(spec.name, spec.pp, spec.microbatches, spec.chunks, (AUTO,))
     if spec.overlap and (spec.offload is not None or spec.barriers):
         what = "a sharded vocabulary" if spec.offload is None else "offload"
         raise ValueError(f"passes do not run in pairs beside {what}; leave out one of them")
@@ -192,7 +192,7 @@ def _why(
         parts = [f"{schedule.name} is the fastest of {of} that fit in {amount}"]
     else:
         parts = [f"{schedule.name} is the fastest that offload brings under {amount}"]
-    parts[0] += f": {spec.objective} {number_text(best.time)}, {cap.detail(schedule)}"
+    parts[0] += f": makespan {number_text(best.time)}, {cap.detail(schedule)}"
     others = [one for one in found if one is not best]
     if others and spec.offload is None:
         second = min(others, key=lambda one: one.time)

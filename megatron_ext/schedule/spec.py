@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from .costs import Costs, merged
-from .generators import GENERATORS, NAMES, Objective, default_effort
+from .generators import GENERATORS, NAMES, default_effort
 from .link import Link
 from .memory_cap import Cap
 from .placement import Placement
@@ -99,7 +99,7 @@ class ScheduleSpec:
             offload it is on what stays on the device. None: none, for ``auto`` 1F1B's peak.
         group_size: of ``gis``.
         offload: None: nothing leaves the device.
-        objective, effort: as ``generate``.
+        effort: as ``generate``.
         names: that ``auto`` may choose from.
         order: what to offload, in place of a generated order (a schedule file).
         times: costs of the passes as they will run, if the order is not made for those.
@@ -121,7 +121,6 @@ class ScheduleSpec:
     cap: Cap | None = None
     group_size: int | None = None
     offload: OffloadSpec | None = None
-    objective: Objective = "makespan"
     names: tuple[str, ...] = NAMES
     order: Schedule | None = None
     times: Costs | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from .memory_cap import Cap
-from .named import CapExceeded, Selected, keeps, time_taken
+from .named import CapExceeded, Selected, keeps
 from .schedule import Schedule
 from .select import placed_alike, select
 from .simulate import simulate
@@ -61,7 +61,7 @@ class TrainingOrder:
         return former if self.again is None else self._replanned(former, self.again)
 
     def _time(self, schedule: Schedule) -> Fraction:
-        return time_taken(simulate(schedule), self.spec.objective)
+        return simulate(schedule).makespan
 
     def _answer(self, spec: ScheduleSpec, cap: Cap | None = None) -> Selected:
         try:

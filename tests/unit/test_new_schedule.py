@@ -46,7 +46,7 @@ def test_compare(tool: Run) -> None:
     assert rows[0]["schedule"] == "stand-in"  # as fast as v-zb, and simpler
 
 
-@pytest.mark.parametrize("more", [(), ("--memory-cap", "1"), ("--objective", "span")])
+@pytest.mark.parametrize("more", [(), ("--memory-cap", "1")])
 def test_auto(tool: Run, more: tuple[str, ...]) -> None:
     found = json.loads(tool("simulate", *AUTO, *more, "--json"))
     assert found["schedule"] == "stand-in"

@@ -11,7 +11,7 @@ from .registry import (
     check_sizes,
     generate,
 )
-from .request import MOST_EFFORT, Objective, Request, default_effort
+from .request import MOST_EFFORT, Request, default_effort
 
 __all__ = [
     "GENERATORS",
@@ -21,7 +21,6 @@ __all__ = [
     "MOST_SETS",
     "NAMES",
     "Generator",
-    "Objective",
     "Request",
     "check_sizes",
     "default_effort",

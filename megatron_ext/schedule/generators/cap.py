@@ -31,7 +31,7 @@ from .request import Request, fastest
 _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
 _TURNS = range(1, INTERVAL)
 _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met within ten
-# Passes that the walks of a search place at effort 1, and as many the annealings. A search for one
+# Passes that a search places at effort 1, and twice as many in annealings. A search for one
 # of a few caps takes 1 s at p=4, half of that at p=8, about 1 s for more ranks.
 _WORK = 4_800_000  # over p^2, with p from 4 to 8
 _MANY = 150_000  # for more ranks
@@ -71,7 +71,7 @@ def _under(plain: Request, cap: int) -> Found:
         vee = [vee for vee in VEES.values() if vee.cap(plain.pp) <= cap][-1]
         rows = vee.rows(plain.pp, plain.microbatches)
         return _quick(plain, rows, cap)
-    if not plain.at_unit_times or plain.objective == "span":
+    if not plain.at_unit_times:
         return _of_searches(plain, cap)
     best = _at_unit_times(plain, cap)
     if plain.pp > _SMALL or best.time <= _bound(plain, cap):
@@ -191,7 +191,7 @@ def _whole(request: Request, cap: int, short: Search, work: int) -> Search:
         for found in list(search.pool):
             search.start(found.rows)
         # Vocabulary passes fit badly into annealed orders.
-        if not request.every_microbatch and request.objective == "makespan":
+        if not request.every_microbatch:
             search.anneal(search.pool[0].rows, work)
     return search
 
@@ -240,9 +240,6 @@ def _base(request: Request, cap: int) -> Rows:
 def _bound(request: Request, cap: int) -> Fraction:
     """A time that no order under this cap beats, in the unit of the table."""
     d = request.durations
-    if request.objective == "span":
-        work = (sum(rows[s] for rows in d[:3] for s in row) for row in request.placement.stages)
-        return Fraction(request.microbatches * max(work)) * FINE
     stages = tuple((Fraction(f), Fraction(b), Fraction(w)) for f, b, w in zip(*d[:3]))
     costs = Costs(hop=Fraction(d.hop), stages=stages)
     return makespan_bound(request.placement, request.microbatches, costs, cap) * FINE

@@ -17,7 +17,7 @@ from .cap import LEAST_CAP, named_order, v_cap
 from .dualpipev import dualpipev
 from .grouped import interleaved_zb, interleaved_zb_small
 from .made import checked
-from .request import Make, Objective, Request, default_effort
+from .request import Make, Request, default_effort
 from .sliced import sliced
 
 # Of all ranks, in a picture.
@@ -63,26 +63,22 @@ _one_f_one_b, _interleaved, _po = map(_fixed, ("1f1b", "interleaved", "po"))
 
 
 def _zb_h1(request: Request) -> RankActions:
-    return request.shaped([_fixed("zb-h1")], request.pp)
+    return request.shaped([_fixed("zb-h1")(request)], request.pp)
 
 
 def _zb_h2(request: Request) -> RankActions:
-    return request.shaped([_fixed("zb-h2")], 2 * request.pp - 1)
+    return request.shaped([_fixed("zb-h2")(request)], 2 * request.pp - 1)
 
 
 def _interleaved_zb(request: Request) -> RankActions:
-    makes: list[Make] = [_interleaved_zb_fixed]
-    if request.microbatches >= 3 * request.pp:
-        makes.append(lambda r: interleaved_zb_small(r.pp, r.microbatches, r.chunks))
-    return request.shaped(makes, request.pp * request.chunks)
-
-
-def _interleaved_zb_fixed(request: Request) -> RankActions:
     pp, chunks = request.pp, request.chunks
     fixed = interleaved_zb(pp, request.microbatches, chunks)
-    if not request.microbatches % pp:
-        return fixed
-    return request.fastest([fixed, request.listed_at_unit_times(fixed, pp * chunks)])
+    if request.microbatches % pp:
+        fixed = request.fastest([fixed, request.listed_at_unit_times(fixed, pp * chunks)])
+    orders = [fixed]
+    if request.microbatches >= 3 * pp:
+        orders.append(interleaved_zb_small(pp, request.microbatches, chunks))
+    return request.shaped(orders, pp * chunks)
 
 
 def _vee(name: str) -> Make:
@@ -101,18 +97,16 @@ def _gis_h(request: Request) -> RankActions:
 
 
 def _grouped(request: Request, group: int) -> RankActions:
-    def fixed(r: Request) -> RankActions:
-        return grouped_block(r.pp, r.chunks, group, "next").stamp(r.microbatches)
-
-    peak = gis_peak(request.pp, request.microbatches, request.chunks, group)
+    pp, chunks = request.pp, request.chunks
+    whole = grouped_block(pp, chunks, group, "next").stamp(request.microbatches)
+    caps = gis_peak(pp, request.microbatches, chunks, group)
     if not request.microbatches % group:
-        return request.shaped([fixed], peak)
+        return request.shaped([whole], caps)
     # An incomplete last group leaves holes in the fixed order, and less in memory.
-    whole = fixed(request)
     most = max(request.tasks.peaks(request.tasks.rows(whole)))
-    caps = [min(sets, most) for sets in peak]
+    caps = [min(sets, most) for sets in caps]
     listed = request.listed_at_unit_times(whole, caps)
-    return request.fastest([whole, listed, request.shaped([fixed], caps)])
+    return request.fastest([whole, listed, request.shaped([whole], caps)])
 
 
 def _dualpipev(request: Request) -> list[list[AnyAction]]:
@@ -181,7 +175,6 @@ def generate(
     *,
     group_size: int | None = None,
     memory_cap: int | Fraction | None = None,
-    objective: Objective = "makespan",
     effort: float | None = None,
     slices: int | Sequence[int] = 1,
     joined: bool = False,
@@ -200,8 +193,6 @@ def generate(
         group_size: of ``gis``, ceil(p/2)..p microbatches; default p.
         memory_cap: most activation sets (one chunk's for one whole microbatch) on any rank, for
             ``v-cap``: 2 to 1F1B's 2p, the default. With slices it need not be a whole number.
-        objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
-            single rank's own.
         effort: seconds that a search may take, about (``Request``); more rarely gives a slower
             order. 0: no search; the order is made in a tenth of a second, in the same memory.
         slices: that every microbatch is cut into, or of each (``units``). With slices, and with
@@ -214,7 +205,7 @@ def generate(
     Raises:
         ValueError: unknown name, or numbers the schedule does not exist for.
     """
-    check_sizes(name, pp, microbatches, chunks, objective, units=_slices(slices))
+    check_sizes(name, pp, microbatches, chunks, units=_slices(slices))
     effort = default_effort() if effort is None else effort
     generator = GENERATORS[name]
     chunks = generator.default_chunks if chunks is None else chunks
@@ -232,11 +223,11 @@ def generate(
             slices=cut,
             joined=joined,
         )
-        return asked.with_ranks(sliced(asked, generator, group_size, memory_cap, objective, effort))
+        return asked.with_ranks(sliced(asked, generator, group_size, memory_cap, effort))
     if memory_cap is not None and memory_cap != int(memory_cap):
         raise ValueError(f"{name} takes whole sets, got a memory cap of {float(memory_cap):g}")
     request = Request(
-        *(placement, microbatches, durations, objective, group_size),
+        *(placement, microbatches, durations, group_size),
         None if memory_cap is None else int(memory_cap),
         effort=effort,
         every_microbatch=costs.vocabulary is not None,
@@ -250,14 +241,13 @@ def check_sizes(
     pp: int,
     microbatches: int,
     chunks: int | None,
-    objective: Objective,
     more: tuple[str, ...] = (),
     units: int = 1,
 ) -> None:
     """Refuse what no schedule exists for, or what would take too long to make.
 
     Args:
-        name, pp, microbatches, chunks, objective: as ``generate``.
+        name, pp, microbatches, chunks: as ``generate``.
         more: names beside ``NAMES`` that are known.
         units: slices of a microbatch, about.
 
@@ -277,8 +267,6 @@ def check_sizes(
             f"{name} at pp={pp} and {of} would take about {seconds:.2g} s, and orders of more "
             f"than {MOST_SECONDS} s are not made; give fewer microbatches or ranks"
         )
-    if objective not in ("makespan", "span"):
-        raise ValueError(f"objective must be makespan or span, got {objective!r}")
 
 
 def _slices(slices: int | Sequence[int]) -> int:

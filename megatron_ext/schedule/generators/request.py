@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
 
 from ..actions import RankActions
 from ..costs import Durations
@@ -17,7 +16,6 @@ from ..schedule import ScheduleError
 from ..search import FINE, GAPS, Found, Search
 from ..tasks import Tasks
 
-Objective = Literal["makespan", "span"]
 MOST_EFFORT = 3600  # seconds
 EFFORT = "MEGATRON_EXT_EFFORT"  # a variable, for where no option gives it
 LONG = 30_000  # passes of an order that few ways are tried for
@@ -51,8 +49,6 @@ class Request:
         placement: rank and chunk of every stage.
         microbatches: m.
         durations: of every pass, in integers.
-        objective: ``makespan`` (first start to last end of all ranks) or ``span`` (the longest
-            single rank's own span).
         group_size: of GIS; None for the schedule's own.
         memory_cap: most activation sets on a rank; None for the schedule's own.
         effort: seconds that a search may take, about; in units of work, so that every machine
@@ -64,7 +60,6 @@ class Request:
     placement: Placement
     microbatches: int
     durations: Durations
-    objective: Objective = "makespan"
     group_size: int | None = None
     memory_cap: int | None = None
     effort: float = field(default_factory=default_effort)
@@ -109,8 +104,7 @@ class Request:
             cap: activation sets, of all ranks or of each.
             enough: a time that no order beats, in the unit of the table.
         """
-        span = self.objective == "span"
-        return Search(self.tasks, self._caps(cap), enough, span=span)
+        return Search(self.tasks, self._caps(cap), enough)
 
     def listed(self, base: Rows, cap: int | Sequence[int], gap: Fraction = Fraction(1)) -> Found:
         """The list schedule of a base that fits the cap."""
@@ -118,7 +112,7 @@ class Request:
 
     def found(self, rows: Rows) -> Found:
         """An order with its time, in the unit of the table."""
-        time = time_of(self.tasks, rows, span=self.objective == "span")
+        time = time_of(self.tasks, rows)
         assert time is not None, "the order cannot run"
         return Found(time, rows)
 
@@ -137,38 +131,17 @@ class Request:
             list_schedule(unit, unit.rows(orders), self._caps(cap), gap=Fraction(1))
         )
 
-    def shaped(self, makes: Sequence[Make], cap: int | Sequence[int]) -> RankActions:
-        """The fastest order found from those of ``makes``, all under the cap; at equal times the
-        first of them as it is.
-
-        A long run tries two orders only: the first one, and the list schedule of the one that is
-        best for 4p microbatches, with the gap that is best for these.
-        """
-        first = makes[0](self)
+    def shaped(self, orders: Sequence[RankActions], cap: int | Sequence[int]) -> RankActions:
+        """The fastest of ``orders``, of their list schedules under the cap, and of a short
+        annealing where they have few passes; at equal times the first of them as it is."""
         if self.at_unit_times:
-            return first
-        if self.is_long:
-            few = 4 * self.pp + self.microbatches % self.pp
-            short = replace(self, microbatches=min(few, self.microbatches))
-            search = short.search(cap)
-            tried = makes if self.effort else makes[:1]
-            starts = [search.tasks.rows(make(short)) for make in tried]
-
-            def taken(base: Rows, gap: Fraction) -> int:
-                return search.time_of(list_schedule(search.tasks, base, search.caps, gap=gap))
-
-            ways = [(number, gap) for number, _ in enumerate(starts) for gap in GAPS]
-            number, gap = min(ways, key=lambda way: taken(starts[way[0]], way[1]))
-            base = self.tasks.rows(makes[number](self) if number else first)
-            found = fastest(self.found(self.tasks.rows(first)), self.listed(base, cap, gap))
-            return self.tasks.actions(found.rows)
-        search = self.search(cap)
-        if self.effort:
-            bases = [first, *(make(self) for make in makes[1:])]
-            work = int(THOROUGH * min(1, 3 * self.effort))
-            search.run(map(self.tasks.rows, bases), work)
+            return orders[0]
+        search, bases = self.search(cap), map(self.tasks.rows, orders)
+        if self.effort and not self.is_long:
+            search.run(bases, THOROUGH)
         else:
-            search.start(self.tasks.rows(first), GAPS[-2:])
+            for base in bases:
+                search.start(base, GAPS[-2:])
         return self.tasks.actions(search.pool[0].rows)
 
 

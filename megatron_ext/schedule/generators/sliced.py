@@ -26,7 +26,6 @@ from .request import THOROUGH
 
 if TYPE_CHECKING:
     from .registry import Generator
-    from .request import Objective
 
 
 def sliced(
@@ -34,14 +33,13 @@ def sliced(
     generator: Generator,
     group_size: int | None,
     memory_cap: int | Fraction | None,
-    objective: Objective,
     effort: float,
 ) -> list[list[AnyAction]]:
     """The order of a named schedule for its units.
 
     Args:
         asked: name, placement, microbatches, slices and costs.
-        generator, group_size, memory_cap, objective, effort: as ``generate``.
+        generator, group_size, memory_cap, effort: as ``generate``.
 
     Raises:
         ValueError: the schedule has no such order, or the cap holds no microbatch.
@@ -50,13 +48,13 @@ def sliced(
     tasks, whole = tasks_of(asked, block)
     base = block.rows(tasks)
     if not generator.fixed:
-        work, span = int(THOROUGH * 3 * effort), objective == "span"
+        work = int(THOROUGH * 3 * effort)
         if memory_cap is None:
             caps = [max(tasks.peaks(base))] * asked.pp
-            base = searched(tasks, caps, [base], work, span=span)
+            base = searched(tasks, caps, [base], work)
         else:
             caps = [int(memory_cap * whole + NEAR * whole)] * asked.pp
-            base = planned(tasks, caps, work, span=span)
+            base = planned(tasks, caps, work)
     ranks = tasks.actions(base)
     if asked.joined:
         firsts = {unit for unit in asked.units if not (isinstance(unit, Unit) and unit.slice)}
@@ -104,8 +102,6 @@ def planned(
     caps: Sequence[int],
     work: int,
     known: Iterable[Rows] = (),
-    *,
-    span: bool = False,
 ) -> Rows:
     """The fastest order found for units of any lengths, on the V placement.
 
@@ -114,7 +110,6 @@ def planned(
         caps: of every rank, in the unit of the units' sizes.
         work: as ``searched``; 0 is fast enough to plan every step of a training.
         known: further orders; without a search one that does not fit still says what comes first.
-        span: as ``Search``.
 
     Raises:
         ValueError: a rank cannot hold one microbatch.
@@ -129,7 +124,7 @@ def planned(
             for rows in stamps
             if rows not in fit
         ]
-    return searched(tasks, caps, bases, work, span=span)
+    return searched(tasks, caps, bases, work)
 
 
 def searched(
@@ -137,7 +132,7 @@ def searched(
 ) -> Rows:
     """The fastest order found under ``caps`` by placing ``work`` tasks, about; 0: only the list
     schedules of ``bases``."""
-    search = Search(tasks, caps, span=span)
+    search = Search(tasks, caps)
     if work:
         search.run(bases, work)
     else:

@@ -43,7 +43,7 @@ def test_file_and_options_must_agree(run, file_of):
     assert f"--pp 8 contradicts {path}, which is for pp=4; leave --pp out" in err
 
 
-@pytest.mark.parametrize("flag", ["--memory-cap 0.5", "--group-size 3", "--objective span"])
+@pytest.mark.parametrize("flag", ["--memory-cap 0.5", "--group-size 3"])
 def test_a_file_is_not_shaped(run, file_of, flag):
     path = file_of(generate("1f1b", 4, 8))
     status, _, err = run("simulate", "--schedule", path, *flag.split())

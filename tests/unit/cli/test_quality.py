@@ -18,7 +18,6 @@ OFFLOAD = ["--offload", "half", "--offload-time", 0.25]
         ("v-half", [], "26.5 (memory, 3 microbatches); reached: a longer search gains nothing"),
         ("v-min", [*REAL, "--microbatches", 9], "(memory, 2 microbatches); "),
         ("1f1b", [], "33 (way, B and W in one pass); reached: a longer search gains nothing"),
-        ("zb-h2", ["--objective", "rank-span"], "24 of the span (work); reached: "),
         ("v-zb", OFFLOAD, "25.5 (work); reached: "),
         ("v-min", [*OFFLOAD, "--offload-transfer", "dual"], "25.5 (work); 15.7 % above: a longer"),
     ],

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import NAMES, generate
 from megatron_ext.schedule.io import load
 
@@ -90,16 +89,11 @@ def test_chunks(run):
     assert run(*argv, "1")[0] == 2
 
 
-def test_group_size_and_objective_reach_the_generator(run, tmp_path):
+def test_group_size_reaches_the_generator(run, tmp_path):
     path = tmp_path / "s.json"
     argv = ["schedule", *options("gis", 4, 8), "--group-size", 3, "--output", path]
     assert run(*argv)[0] == 0
     assert load(path).ranks == generate("gis", 4, 8, group_size=3).ranks
-    cost = "1,1.3,0.6"
-    argv = [*options("zb-h2", 4, 8), "--cost", cost, "--output", path, "--objective", "span"]
-    assert run("schedule", *argv)[0] == 0
-    made = generate("zb-h2", 4, 8, costs=Costs.parse(cost), objective="span")
-    assert load(path).ranks == made.ranks
 
 
 def test_memory_cap_reaches_the_generator_in_sets(run, tmp_path):

@@ -240,7 +240,6 @@ def test_auto_takes_the_fastest_that_fits_and_says_why() -> None:
 
 
 def test_auto_with_other_options() -> None:
-    assert made(AUTO, 4, 12, objective="span", memory_cap=16).note.startswith("zb-h2 is the")
     assert made(AUTO, 3, 6, 3).chunks in (1, 2, 3)
     heavy = Costs.of(stages=[(1, 1, 1)] * 7 + [("1.5", "1.5", "1.5")])
     best = made(AUTO, 4, 8, costs=heavy)

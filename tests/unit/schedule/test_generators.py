@@ -131,10 +131,10 @@ def test_zb_h2_and_interleaved_zb_where_their_memory_just_fits() -> None:
             assert run.makespan == FORMS[name].makespan(pp, m, run.schedule.chunks)
 
 
-def test_a_long_run_takes_what_is_fastest_for_fewer_microbatches() -> None:
-    """Of five ways; the other four take 711.65 at least."""
+def test_a_long_run_takes_the_fastest_of_a_few_list_schedules() -> None:
+    """Of smaller groups; those of whole groups take 704.55."""
     run = simulate(generate("interleaved-zb", 16, 160, 4, Costs.of(1, 2, 1, "0.2")))
-    assert run.makespan == Fraction("673.1")
+    assert run.makespan == Fraction("670.15")
     assert max(run.peak_activation) == 16
 
 
@@ -263,15 +263,6 @@ def test_hash_seed_and_caches_change_nothing() -> None:
     assert len(plans) == 1
 
 
-def test_objective_span() -> None:
-    costs = Costs.of(1, "0.9", "0.6", "0.1")
-    for name in ("zb-h1", "zb-h2", "v-zb", "v-half"):
-        plain = simulate(generate(name, 4, 12, costs=costs))
-        span = simulate(generate(name, 4, 12, costs=costs, objective="span"))
-        assert span.span_bubble <= plain.span_bubble
-        assert plain.makespan <= span.makespan
-
-
 def test_v_half_with_few_microbatches_meets_the_bound_once_memory_binds() -> None:
     for pp in (3, 4, 5, 6, 7, 8, 11, 16):
         k = half_sets(pp)
@@ -377,7 +368,6 @@ def test_errors(arguments: tuple[str, int, int], message: str) -> None:
         ),
         ({"name": "gis", "group_size": 6}, "to 5 (p), got 6"),
         ({"name": "v-half", "memory_cap": 6}, "the memory of v-half is fixed"),
-        ({"name": "v-half", "objective": "speed"}, "objective must be makespan or span"),
     ],
 )
 def test_option_errors(options: dict[str, Any], message: str) -> None:
