@@ -13,4 +13,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
 PP=${PP:-8} SCHEDULE=${SCHEDULE:-v-half} GLOBAL_BATCH=${GLOBAL_BATCH:-32}
 NUM_LAYERS=${NUM_LAYERS:-32} HIDDEN_SIZE=${HIDDEN_SIZE:-4096} NUM_HEADS=${NUM_HEADS:-32}
 SEQ_LENGTH=${SEQ_LENGTH:-4096} TRAIN_ITERS=${TRAIN_ITERS:-10000}
-train off --pp-offload "${OFFLOAD:-auto}" "$@"
+train --pp-offload "${OFFLOAD:-auto}" "$@"

@@ -19,4 +19,4 @@ flags=(
 )
 # One kernel for all experts of a rank; it is in Transformer Engine.
 if [[ ${DEVICE:-cuda} == cuda ]]; then flags+=(--moe-grouped-gemm); fi
-train "${MOE_CHUNKS:-2}" "${flags[@]}" "$@"
+train "${flags[@]}" "$@"

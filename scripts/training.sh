@@ -41,11 +41,10 @@ set_environment() {
     if [[ ${MEGATRON_LM:-installed} == installed ]]; then unset MEGATRON_LM; else export MEGATRON_LM; fi
 }
 
-# train CHUNKS [FLAGS]: ranks of this machine, or of this node's part of a Slurm job, with the
-# recipe's settings and these flags. CHUNKS: of MoE layers, or off.
+# train [FLAGS]: ranks of this machine, or of this node's part of a Slurm job, with the recipe's
+# settings and these flags.
 train() {
-    local chunks=$1 name nodes=${SLURM_JOB_NUM_NODES:-1} python=${PYTHON:-python3}
-    shift
+    local name nodes=${SLURM_JOB_NUM_NODES:-1} python=${PYTHON:-python3}
     TP=${TP:-1} EP=${EP:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-8} DEVICE=${DEVICE:-cuda}
     for name in PP TP EP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH GLOBAL_BATCH TRAIN_ITERS \
         GPUS_PER_NODE; do
