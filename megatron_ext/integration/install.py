@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import sys
@@ -28,11 +27,6 @@ __all__ = ["Installation", "apply", "install", "revert"]
 
 logger = logging.getLogger(__name__)
 
-YAML = Rule(
-    "{flag} does not support --yaml-cfg",
-    "that takes the place of the whole command line, so {flag} would be lost",
-    "give Megatron's options as flags, or drop {flag}",
-)
 PARSER = Rule(
     "megatron_ext.apply({config}) needs a trainer with Megatron's argument parser, to add flags to",
     "this one has not used it",
@@ -40,7 +34,7 @@ PARSER = Rule(
 )
 FLAGGED = Rule(
     "a run needs arguments from a command line with megatron_ext's flags",
-    "Megatron's were parsed before megatron_ext.apply(), or come from --yaml-cfg",
+    "Megatron's were parsed before megatron_ext.apply()",
     "call it before Megatron parses, and give flags on the command line",
 )
 EARLY = Rule(
@@ -48,7 +42,7 @@ EARLY = Rule(
     "it came after that",
     "call it before initialize_megatron() and parse_args()",
 )
-RULES = (YAML, PARSER, FLAGGED, EARLY)
+RULES = (PARSER, FLAGGED, EARLY)
 
 
 class Installation(EntryPoint):
@@ -65,7 +59,7 @@ class Installation(EntryPoint):
         super().__init__()
         self.run: Run | None = None
         self._defaults = defaults(config or {})
-        self._parser: argparse.ArgumentParser | None = None
+        self._lost = False  # our flags, in a --yaml-cfg
         self._closing: list[Callable[[], None]] = []
 
     def open(self) -> None:
@@ -109,8 +103,10 @@ class Installation(EntryPoint):
         self, original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any
     ) -> Any:
         lost = lost_in_yaml(sys.argv[1:], self._defaults)
-        YAML.require(lost is None, flag=lost)
-        self._parser = parser = add_arguments(original(parser, *args, **kwargs))
+        if lost is not None:
+            self._lost = True
+            logger.warning("--yaml-cfg replaces the command line: %s has no effect", lost)
+        parser = add_arguments(original(parser, *args, **kwargs))
         parser.set_defaults(**self._defaults)
         short_errors(parser)
         return parser
@@ -119,6 +115,8 @@ class Installation(EntryPoint):
     def _with_validation(
         self, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
     ) -> Any:
+        if self._lost:
+            return original(args, *rest, **kwargs)
         again, run = self.run is not None, self.run or self._run_of(args)
         run.args = args
         for feature in () if again else self.features:

@@ -230,13 +230,8 @@ BUILDERS = Target.at(
     *("build_model_func", "pre_wrap_hook"),
 )
 TRAIN_STEP = Target.at(f"{_TRAINING}.training:train_step", "forward_step_func", "optimizer")
-SKIPPED_STEP = Target.at(f"{_TRAINING}.training:dummy_train_step", "data_iterator")
 TRAINING_LOG = Target.at(f"{_TRAINING}.training:training_log", "iteration", "is_first_iteration")
 PRINT_LAST = Target.at(f"{_TRAINING}.utils:print_rank_last", "message")
-SEQLEN_COUNT = Target.at(f"{_TRAINING}.training:consume_seqlen_stats_in_iteration")
-DOCUMENT_COUNT = Target.at(
-    f"{_TRAINING}.training:update_seqlen_stats_from_cu_seqlens", "cu_seqlens"
-)
 LOAD_BASE = Target.at(
     f"{_TRAINING}.checkpointing:_load_base_checkpoint",
     *("load_dir", "args", "rank0", "sharded_state_dict"),

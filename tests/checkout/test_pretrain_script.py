@@ -141,23 +141,6 @@ def test_same_losses(
     assert plans(tmp_path, pp) == [[made.fingerprint()] * 3] * pp
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "v-half",
-        nightly("interleaved-zb --num-virtual-stages-per-pipeline-rank 2"),
-        nightly("zb-h1"),
-    ],
-)
-def test_skipped_iterations(train: Callable[..., Log], weights: list[str], schedule: str) -> None:
-    """Data is drawn for every chunk, and not on stages without; stock can this on two ranks."""
-    skipping = ("--iterations-to-skip", "2")
-    stock = train(*weights, *skipping, ranks=1)
-    assert [iteration for iteration, *_ in stock["training"]] == ["1", "3"]
-    pp = ("--pipeline-model-parallel-size", "4")
-    assert train(*weights, *skipping, *pp, "--pp-schedule", *schedule.split()) == stock
-
-
 CPU_KERNELS = ("--transformer-impl", "local")
 
 

@@ -1,4 +1,4 @@
-"""Packed documents: what Megatron reports where a rank has several model chunks, and slices."""
+"""Packed documents in slices."""
 
 from __future__ import annotations
 
@@ -13,43 +13,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_ext.cpu import context_parallel
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule import Schedule
 from megatron_ext.integration.features.slices import carry, documents
 from megatron_ext.integration.features.slices.model import _pack
 from megatron_ext.integration.features.slices.state import Cuts, Slicing
 from megatron_ext.integration.hooks import declared
-from megatron_ext.integration.targets import DOCUMENT_COUNT, Target
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
-from tests.support.stand_ins import started
-
-
-def hooks_of(monkeypatch: pytest.MonkeyPatch, chunks: int, **flags: Any) -> dict[str, Any]:
-    """The hooks of a run with ``flags``, by target."""
-    monkeypatch.setattr(Target, "exists", True)
-    args: Any = SimpleNamespace(**flags)
-    schedule = started(Schedule, args=args, training=False, chunks=chunks, pipeline=object())
-    hooks = schedule.hooks()
-    return {hook.target.places[0]: hook for hook in hooks}
-
-
-def test_each_document_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two chunks a rank see every document twice; a step without documents has no counts."""
-    counts: list[tuple[float | None, float | None]] = [(20.0, 84.0), (None, None)]
-    [(target, hook)] = hooks_of(monkeypatch, 2, sft=True).items()
-    assert target == "megatron.training.training:consume_seqlen_stats_in_iteration"
-    consume = hook.make(lambda: counts.pop(0))
-    assert consume() == (10.0, 42.0)
-    assert consume() == (None, None)
-
-
-def test_hooks_only_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk counts right as it is, and ``--sft`` builds datasets on all stages itself."""
-    assert not hooks_of(monkeypatch, 2)
-    assert not hooks_of(monkeypatch, 1, sft=True)
-    masked = hooks_of(monkeypatch, 1, dataloader_inter_document_masking=True)
-    assert [target.split(":")[1] for target in masked] == ["BlendedMegatronDatasetBuilder.__init__"]
-    assert len(hooks_of(monkeypatch, 2, dataloader_inter_document_masking=True)) == 2
 
 
 def packed(edges: list[int], **changed: Any) -> PackedSeqParams:
@@ -135,23 +104,6 @@ def test_packing_that_is_not_cut_is_refused() -> None:
     config = SimpleNamespace(moe_router_load_balancing_type="seq_aux_loss")
     with pytest.raises(ConfigError, match="seq_aux_loss takes its 8 tokens by 4"):
         _pack(slicing, samples, config)
-
-
-def test_documents_of_slices_count_once() -> None:
-    assert DOCUMENT_COUNT.exists  # loads it, as a script does
-    lengths: list[int] = []
-    count = None
-    for slicing, _ in slices_of([0, 3, 12], (4, 6, 12)):
-        if count is None:
-            sliced = documents.Documents()
-            sliced.slicing = slicing
-            (_, hook) = declared(sliced)
-            count = hook.make(lengths.append)
-        count(12)
-    assert lengths == [12] and count is not None
-    slicing.now = None
-    count(7)
-    assert lengths == [12, 7]
 
 
 def test_the_mask_of_documents_on_cpu() -> None:

@@ -13,8 +13,8 @@ from ...callbacks import Callback
 from ...feature import Feature, Flag, Run
 from ...hooks import Hook, hooked
 from ...model_classes import BUILDS_CHUNKS, require_chunks
-from ...targets import DATASETS, SEQLEN_COUNT, SKIPPED_STEP, TRAIN_STEP
-from ...utils import chunks_of, file_contents
+from ...targets import DATASETS, TRAIN_STEP
+from ...utils import file_contents
 from .rules import RULES, SCHEDULE
 
 
@@ -108,23 +108,6 @@ class Schedule(Feature):
     def _watched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._pipeline.watched(original, *args, **kwargs)
 
-    # Megatron draws for one chunk a rank, and on stages between the first and the last, which have
-    # no data, too.
-    @hooked(
-        SKIPPED_STEP,
-        "a skipped iteration would end in a TypeError on ranks with several chunks or no data",
-        when=lambda self: self._run.training and _given(self._run, "iterations_to_skip"),
-    )
-    def _draw_skipped(self, original: Callable[[Any], None], data_iterator: Any) -> None:
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
-        from megatron.core.rerun_state_machine import get_rerun_state_machine
-
-        iterators = [iterator for iterator in chunks_of(data_iterator) if iterator is not None]
-        while get_rerun_state_machine().should_run_forward_backward(data_iterator):
-            for _ in range(get_num_microbatches()):
-                for iterator in iterators:
-                    next(iterator)
-
     def _require_chunks(self, provider: Callable[..., Any]) -> None:
         require_chunks(provider, self._name, self._run.chunks)
 
@@ -135,7 +118,7 @@ class Schedule(Feature):
     @hooked(
         DATASETS,
         "stages between the first and the last would have no lengths of packed documents",
-        when=lambda self: _given(self._run, "dataloader_inter_document_masking"),
+        when=lambda self: getattr(self._run.args, "dataloader_inter_document_masking", False),
     )
     def _on_all_stages(
         self,
@@ -154,22 +137,3 @@ class Schedule(Feature):
             return int(parallel_state.get_tensor_model_parallel_rank()) == 0
 
         original(builder, cls, sizes, on_all_stages, config, *args, **kwargs)
-
-    # Every forward step adds its documents to what Megatron reports as throughput, so with several
-    # model chunks a rank each document counts as often.
-    @hooked(
-        SEQLEN_COUNT,
-        "throughput would be a multiple of the truth",
-        when=lambda self: (
-            self._run.chunks > 1 and _given(self._run, "dataloader_inter_document_masking", "sft")
-        ),
-    )
-    def _counted_once(self, original: Callable[[], Any]) -> tuple[float | None, float | None]:
-        tokens, squares = original()
-        if tokens is None or squares is None:
-            return None, None
-        return tokens / self._run.chunks, squares / self._run.chunks
-
-
-def _given(run: Run, *names: str) -> bool:
-    return any(getattr(run.args, name, False) for name in names)

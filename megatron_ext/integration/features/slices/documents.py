@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...hooks import hooked
-from ...targets import DOCUMENT_COUNT, ROTATION
+from ...targets import ROTATION
 from . import rules
 from .state import Sliced, Slicing
 
@@ -120,14 +120,3 @@ class Documents(Sliced):
         if self.slicing.now is not None and cu_seqlens is not None:
             cu_seqlens = cu_seqlens.new_tensor([0, len(t)])
         return original(t, freqs, config, cu_seqlens, *args, **kwargs)
-
-    @hooked(
-        DOCUMENT_COUNT,
-        "documents of every slice would count for throughput",
-        # Else no script counts.
-        when=lambda self: DOCUMENT_COUNT.loaded,
-    )
-    def _counted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Lengths of documents, once a microbatch."""
-        again = self.slicing.now is not None and self.slicing.unit.slice
-        return None if again else original(*args, **kwargs)
