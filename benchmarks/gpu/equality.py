@@ -6,18 +6,15 @@ messages are NCCL's. The first schedule runs twice: if it differs from itself, n
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing import spawn
 
 from benchmarks.gpu import model as gpu
 from megatron_ext.integration.utils import gather
@@ -37,36 +34,18 @@ TIME_OF_A_SET = "0.25"  # late copies only cost time
 def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
     """Both numbers of processes, each in processes of its own."""
     result: dict[str, Any] = {"rows": []}
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     for world in (2,) if tiny else (2, 4):
         with tempfile.TemporaryDirectory() as folder:
-            ended_well = _processes(world, tiny, folder)
-            rows = Path(folder) / "rows"
-            lines = rows.read_text().splitlines() if rows.exists() else []
-        result["rows"] += map(json.loads, lines)
-        if not ended_well:
-            result["rows"].append({"ranks": world, "failed": "see the traceback in the output"})
+            rows, failed = Path(folder) / "rows", []
+            rows.touch()
+            try:  # the first process that fails ends the others
+                spawn(rank_main, (world, tiny, folder), nprocs=world)
+            except Exception as error:
+                failed = [{"ranks": world, "failed": str(error).strip().splitlines()[-1]}]
+            result["rows"] += [*map(json.loads, rows.read_text().splitlines()), *failed]
         keep(result)
     return result
-
-
-def _processes(world: int, tiny: bool, folder: str) -> bool:
-    """Run all ranks; true if they ended well. The first one that fails ends the others."""
-    command = [sys.executable, "-m", "benchmarks.gpu.equality", "--folder", folder]
-    command += ["--world", str(world), *["--tiny"] * tiny]
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    children = [
-        subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(world)
-    ]
-    try:
-        while True:
-            codes = [child.poll() for child in children]
-            if any(codes) or None not in codes:
-                return not any(codes)
-            time.sleep(0.05)
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
 
 
 class Staged:
@@ -96,13 +75,13 @@ class _StagedReceipt(Receipt):
         return self._inner.wait().to(gpu.DEVICE)
 
 
-def rank_main(args: argparse.Namespace) -> None:
-    """One of the processes; rank 0 writes what came out, after every case."""
-    p, own = args.world, gpu.CUDA and torch.cuda.device_count() >= args.world
+def rank_main(rank: int, p: int, tiny: bool, folder: str) -> None:
+    """One of ``p`` processes; rank 0 writes what came out, after every case."""
+    own = gpu.CUDA and torch.cuda.device_count() >= p
     if own:
-        gpu.DEVICE = torch.device("cuda", args.rank)
-    group = gpu.start(args.rank, p, f"{args.folder}/store", "nccl" if own else "gloo")
-    size = gpu.Size(64, 16, 4, p, 2 * p) if args.tiny else gpu.Size(1024, 1024, 4, p, 4 * p)
+        gpu.DEVICE = torch.device("cuda", rank)
+    group = gpu.start(rank, p, f"{folder}/store", "nccl" if own else "gloo")
+    size = gpu.Size(64, 16, 4, p, 2 * p) if tiny else gpu.Size(1024, 1024, 4, p, 2 * p)
     there = gpu.DEVICE if own else torch.device("cpu")
     # Kernels that compute the same every time, or raise; a fill would race with other streams.
     torch.use_deterministic_algorithms(True)
@@ -114,19 +93,19 @@ def rank_main(args: argparse.Namespace) -> None:
             plan = offload_pass(plan, Link.of(p, TIME_OF_A_SET, policy="dual"), offload).schedule
         edges = connected(group, "passes", Placement.loop(p, 2).edges, there)
         channel: Any = Channel(edges, size.shape, gpu.BF16, there)
-        rank = gpu.Rank(size, plan, args.rank, group, channel if own else Staged(channel))
-        found = trained(rank)
+        one = gpu.Rank(size, plan, rank, group, channel if own else Staged(channel))
+        found = trained(one)
         row = {
             "ranks": p, "messages": "NCCL" if own else "through the host",
             "schedule": f"{name}, offload {offload}" if offload else name, "control": number == 1,
             "equal": not first or found == first, "learns": len({*found["losses"]}) == STEPS,
-            "moved_sets": sum(rank.report.offloaded_sets) if offload else 0,
+            "moved_sets": sum(one.report.offloaded_sets) if offload else 0,
         }  # fmt: skip
-        rank.close()
+        one.close()
         first = first or found
-        if args.rank == 0:
+        if rank == 0:
             print(row, flush=True)
-            with (args.folder / "rows").open("a") as file:
+            with Path(folder, "rows").open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
@@ -153,10 +132,4 @@ def _digest(layer: torch.nn.Module) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--world", type=int)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--tiny", action="store_true")
-    known, _ = parser.parse_known_args()
-    gpu.main(run) if known.rank is None else rank_main(known)
+    gpu.main(run)

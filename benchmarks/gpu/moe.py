@@ -11,6 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -40,13 +41,6 @@ class Shape(NamedTuple):
     experts: int
     top_k: int
     ranks: int
-
-    @property
-    def seconds_per_byte(self) -> float:
-        """What a rank sends goes to other nodes and inside the node at once."""
-        near = min(self.ranks, NODE)
-        outside, inside = (self.ranks - near) / self.ranks, (near - 1) / self.ranks
-        return max(outside / NETWORK, inside / PEER)
 
 
 SHAPES = (
@@ -109,7 +103,11 @@ class Mirror:
     """An expert-parallel group of one process, and its collectives; others are torch's."""
 
     def __init__(self, shape: Shape) -> None:
-        self._ranks, self._seconds_per_byte = shape.ranks, shape.seconds_per_byte
+        self._ranks, near = shape.ranks, min(shape.ranks, NODE)
+        # What a rank sends goes to other nodes and inside the node at once.
+        self._seconds_per_byte = (
+            max((shape.ranks - near) / NETWORK, (near - 1) / PEER) / shape.ranks
+        )
         if gpu.CUDA:
             self._stream = torch.cuda.Stream(priority=-1)  # as training gives these messages
             self._waits = [torch.cuda.Stream() for _ in range(MULTIPROCESSORS)]
@@ -155,7 +153,7 @@ class Mirror:
 
     def _gather(self, out: Any, own: Any, async_op: bool = False) -> Any:
         out.copy_(own.repeat(self._ranks, *[1] * (own.dim() - 1)).view_as(out))
-        return _Done(None) if async_op else None
+        return SimpleNamespace(wait=lambda: None) if async_op else None
 
     def _exchange(self, out: Any, rows: Any, *_: Any, async_op: bool = False, **__: Any) -> Any:
         """Fill ``out`` with as much; over when the network would be."""
@@ -175,17 +173,12 @@ class Mirror:
                 self._stream.wait_stream(stream)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _Done(event) if async_op else _Done(event).wait()
 
+        def wait() -> None:
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
 
-class _Done:
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """The stream waits."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        return SimpleNamespace(wait=wait) if async_op else wait()
 
 
 def _fill(out: torch.Tensor, rows: torch.Tensor) -> None:

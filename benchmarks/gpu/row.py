@@ -27,7 +27,7 @@ WHOLE = (
     ("1f1b", 1, ""), ("1f1b", 1, "selective"), ("1f1b", 1, "full"), ("interleaved", 2, ""),
     ("v-min", 2, ""), ("v-half", 2, ""), ("v-zb", 2, ""), ("po", 4, ""),
 )  # fmt: skip
-FEW = tuple(WHOLE[i] for i in (0, 2, 4, 5, 7))
+FEW = tuple(WHOLE[i] for i in (0, 4, 5, 7))
 # (which sets, policy of the link), of po
 OFFLOADS = (("full", "dual"), ("half", "dual"), ("full", "single"))
 CASES = (
