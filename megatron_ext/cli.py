@@ -53,7 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not argv:
                 parser.print_help()
                 return 0
-            args = parser.parse_args(argv)
+            words = list(argv)
+            at = words.index("--") if "--" in words else len(words)
+            args = parser.parse_args(words[:at])
+            if at < len(words):
+                if not hasattr(args, "words"):
+                    raise InputError(f"takes no command after --, got {' '.join(words[at:])!r}")
+                args.words = words[at + 1 :]
             status: int | None = args.run(args)
             return status or 0
         finally:

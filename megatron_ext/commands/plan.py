@@ -8,7 +8,7 @@ import time
 
 from .._terminal import Progress
 from ..plan.search import Search
-from . import plan_device, plan_input, plan_space
+from . import plan_device, plan_input, plan_space, training_command
 from .common import JSON, InputError, Options, Parser, user_input
 from .plan_baseline import baselines, baselines_json
 from .plan_given import Given, difference, freed, jobs, replaced
@@ -20,9 +20,9 @@ The model and how it is divided are given as Megatron's own flags, as pretrain_g
 (--num-layers, --hidden-size, --num-attention-heads, --seq-length, --swiglu, --num-experts,
 --multi-latent-attention, --mtp-num-layers, --tensor-model-parallel-size,
 --world-size, --global-batch-size, --use-distributed-optimizer, --optimizer, --bf16, --fp8-format,
---fp8-param-gather, --recompute-activations, ...), or with --from-args as a whole command line, or
-with --hf-config as a file. Without --pp, --world-size is searched
-for all parallel sizes that are not given.
+--fp8-param-gather, --recompute-activations, ...), or as the command itself after --, or
+with --from-args as a line of flags, or with --hf-config as a file. Without
+--pp, --world-size is searched for all parallel sizes that are not given.
 """
 
 
@@ -46,6 +46,7 @@ _OWN = Options(
 
 def _plan(args: argparse.Namespace) -> int:
     started = time.perf_counter()
+    args.from_args = training_command.command_of(args)
     with user_input():
         given, ignored, notes = plan_input.given(args)
         gpu = plan_device.gpu(args)

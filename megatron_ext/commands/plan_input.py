@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 from typing import Any
 
@@ -12,24 +11,21 @@ from .._input import attribute, flag_of
 from ..plan.divisions import SIZES
 from ..plan.flags import FLAGS, add_flags, read
 from ..plan.huggingface import read_config
+from . import training_command
 from .parser import Options, Parser
-from .training_command import FORMS as FORMS
-from .training_command import read_command as read_command
 
 
 def declare(parser: Parser) -> None:
     """Megatron's flags, one by one or as a line, and files that describe a model."""
+    training_command.declare(parser)
     _FILES.declare(parser)
     add_flags(parser.add_argument_group("model and division"))
 
 
 _FILES = Options(
     {
-        "--from-args LINE|FILE": f"{FORMS}; what plan does not know is ignored and listed; flags "
-        "beside it win",
         "--hf-config FILE": "a Hugging Face model's config.json; flags win",
-    },
-    kinds={"--from-args": read_command},
+    }
 )
 
 
@@ -37,7 +33,6 @@ def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str
     """Megatron's arguments by name, flags that were ignored, and where the model is from."""
     found, notes = ({}, []) if args.hf_config is None else read_config(args.hf_config)
     line, ignored = from_line(args)
-    notes += [] if args.from_args is None else args.from_args.notes
     found |= line
     if args.pp is not None:
         found["pipeline_model_parallel_size"] = args.pp
@@ -50,8 +45,7 @@ def from_line(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     found, rest = read(command.flags if command else [])
     ignored = [flag for flag in rest if attribute(flag) not in _READ]
     found |= {n: v for n, v in vars(args).items() if n in _KNOWN}
-    ranks = math.prod(found.get(name) or 1 for name in SIZES[:3])
-    if command and command.world and command.world % ranks == 0:
+    if command and command.world:
         found.setdefault("world_size", command.world)
     return found, ignored
 

@@ -65,11 +65,10 @@ COMMANDS = {
         ("", "--megatron Megatron-LM --json"),
     ),
     "prove": Command(
-        "shrink a training command, run it on CPU ranks, name the first tensor that differs",
+        "shrink a training command, run it on CPU ranks, compare it with one process",
         (
             "-- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...",
-            "--from-args train.sbatch --page report.html",
-            "--races 5 -- pretrain_gpt.py ... --pp-schedule v-half",
+            "--ranks 4 -- srun python pretrain_gpt.py ... --pp-schedule v-half",
         ),
     ),
 }

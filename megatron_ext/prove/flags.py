@@ -1,11 +1,8 @@
-"""The flags of a training command: in order, with what each of them is to a comparison."""
+"""The flags of a training command, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from .._megatron_flags import LAYOUT, NEUTRAL, OURS, kind_of
-from ..plan.slices import PACKED
+from collections.abc import Iterable
 
 
 class Flags:
@@ -37,12 +34,12 @@ class Flags:
 
     @property
     def names(self) -> list[str]:
-        """All of them."""
+        """All names."""
         return list(self._values)
 
     @property
     def words(self) -> list[str]:
-        """As a command has them."""
+        """Names and values as a command has them."""
         return [w for name, values in self._values.items() for w in (name, *values)]
 
     def copy(self) -> Flags:
@@ -54,7 +51,7 @@ class Flags:
         return " ".join((name, *self._values[name]))
 
     def values(self, name: str) -> list[str]:
-        """What follows a flag; nothing where it is absent."""
+        """Values of a flag; none where it is absent."""
         return self._values.get(name, [])
 
     def number(self, name: str, default: int) -> int:
@@ -71,17 +68,9 @@ class Flags:
         except ValueError:
             raise ValueError(f"{self.text(name)}: not a whole number") from None
 
-    @property
-    def slices(self) -> tuple[int, bool] | None:
-        """Into how many slices sequences are cut, and whether they have packed documents; None:
-        into none."""
-        count = self.number("--pp-slices", 1)
-        if count == 1:
-            return None
-        return count, bool(self.matching(PACKED))
-
-    def set(self, name: str, *values: object) -> None:
-        """Give a flag these values, where it stands or at the end."""
+    def append(self, name: str, *values: object) -> None:
+        """Give a flag these values, at the end of the line."""
+        self._values.pop(name, None)
         self._values[name] = [str(value) for value in values]
 
     def drop(self, *names: str) -> None:
@@ -89,19 +78,6 @@ class Flags:
         for name in names:
             self._values.pop(name, None)
 
-    def matching(self, prefixes: Sequence[str]) -> list[str]:
+    def matching(self, *prefixes: str) -> list[str]:
         """The names that start with one of ``prefixes``."""
-        return [name for name in self._values if name.startswith(tuple(prefixes))]
-
-    def neutral(self, name: str) -> bool:
-        """True for a flag whose value means that it is not in use."""
-        return " ".join(self.values(name)) in NEUTRAL.get(name, ())
-
-    def of_kind(self, *kinds: str) -> list[str]:
-        """The names of these kinds."""
-        return [name for name in self._values if kind_of(name) in kinds]
-
-
-def is_layout(name: str) -> bool:
-    """True for a flag that divides or orders the work, stock's or ours."""
-    return kind_of(name) in (LAYOUT, OURS)
+        return [name for name in self._values if name.startswith(prefixes)]

@@ -1,255 +1,189 @@
-"""Runs a configuration in several ways on CPU ranks, and compares what they compute."""
+"""The runs of a training command on CPU ranks: one process, stock's layout, ours."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .._megatron_flags import KEPT, NEEDS
-from .compare import Comparison, compare, lost_states
-from .flags import Flags, is_layout
-from .server import Outcome, ScriptServer
-from .shrink import CP, PP, TP, Shrunk
+from .flags import Flags
+from .shrink import CP, EP, PP, STEPS, TP, Shrunk, trained
 
-RECORDER = Path(__file__).with_name("recorder.py")
-Progress = Callable[[str], None]
+_SECONDS = 600.0  # of one run
+_LISTED = 8  # differences of a check in words
 
 
-@dataclasses.dataclass
-class Check:
-    """One comparison of a report.
+class Check(NamedTuple):
+    """One layout compared with one process.
 
     Attributes:
         name: what was run.
-        status: ``equal``, ``different``, ``failed``, ``hung``.
-        detail: why it failed.
-        comparison: what was compared.
-        seconds: of the run.
-        flags: of the run.
+        status: ``equal``, ``different`` or ``failed``.
+        differences: in words; why it failed.
+        compared: number of tensors and losses.
+        largest: relative difference found.
+        skipped: names that could not be compared.
     """
 
     name: str
     status: str
-    detail: str = ""
-    comparison: Comparison | None = None
-    seconds: float = 0.0
-    flags: tuple[str, ...] = ()
+    differences: list[str]
+    compared: int = 0
+    largest: float = 0.0
+    skipped: tuple[str, ...] = ()
 
     @property
-    def json(self) -> dict[str, Any]:
-        """For the report's file."""
-        found: dict[str, Any] = {"name": self.name, "status": self.status}
-        if self.detail:
-            found["detail"] = self.detail
-        if (made := self.comparison) is not None:
-            found |= {
-                "tensors": made.tensors,
-                "largest": {k: float(f"{v:.3g}") for k, v in made.largest.items()},
-                "differences": [one.json for one in made.differences],
-                "not_compared": made.skipped,
-                "only_in_reference": made.absent,
-            }
-        return found | {"seconds": round(self.seconds, 2), "flags": list(self.flags)}
+    def text(self) -> str:
+        """A line, and one for each difference."""
+        if self.status == "equal":
+            return (
+                f"{self.name}: equal to one process; {self.compared} losses, gradients and "
+                f"weights, at most {self.largest:.0e} apart"
+            )
+        more = len(self.differences) - _LISTED
+        lines = [f"  {text}" for text in self.differences[:_LISTED]]
+        lines += [f"  and {more} more"] if more > 0 else []
+        return "\n".join([f"{self.name}: {self.status}", *lines])
 
 
-class Session:
-    """The runs of one shrunk configuration, with the weights and references that they share.
+class Refused(ValueError):
+    """Megatron itself refuses the command; the text is its reason."""
+
+
+class _Jobs:
+    """Jobs of ``ranks``, written down before they run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._jobs = folder, list[dict[str, Any]]()
+
+    def add(self, name: str, words: list[str], world: int = 1, **more: Any) -> Path:
+        """A run's folder."""
+        folder = self._folder / name
+        job = {"words": words, "world": world, "folder": str(folder), "timeout": _SECONDS}
+        self._jobs.append({**job, **more})
+        return folder
+
+    def run(self, script: Path, progress: Callable[[str], None]) -> int:
+        """Run them; returns how many ended well."""
+        path = self._folder / "jobs.json"
+        path.write_text(json.dumps(self._jobs), encoding="utf-8")
+        # Megatron warns of every optional package that is not installed.
+        environment = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", **os.environ}
+        home = str(Path(__file__).resolve().parents[2])
+        path_of = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path_of)
+        command = [sys.executable, "-m", "megatron_ext.prove.ranks", str(script), str(path)]
+        progress(f"importing {script.name}")
+        with open(self._folder / "ranks.log", "w", encoding="utf-8") as errors:
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            ) as process:
+                assert process.stdout is not None
+                good = 0
+                for line in process.stdout:
+                    good += line.strip() == "ok"
+                    if good < len(self._jobs):
+                        progress(Path(self._jobs[good]["folder"]).name)
+        return good
+
+
+def check_command(jobs: _Jobs, words: list[str], world: int) -> Path:
+    """Add the job that lets Megatron judge the command's own sizes."""
+    flags, _ = trained(Flags(words))
+    sizes = [flags.number(name, 1) for name in (TP, PP, CP)]
+    for name in ("--train-iters", "--lr"):
+        flags.append(name, 1)
+    flags.append("--mock-data")
+    flags.append("--tokenizer-type", "NullTokenizer")
+    if "--vocab-size" not in flags:
+        flags.append("--vocab-size", 50000)
+    world = world or math.lcm(math.prod(sizes), flags.number(EP, 1))
+    return jobs.add("the command's own sizes", flags.words, world, check=True)
+
+
+def refusal(script: Path, words: list[str], world: int, folder: Path) -> str:
+    """Why Megatron refuses a command; empty: it does not."""
+    jobs = _Jobs(folder)
+    path = check_command(jobs, words, world)
+    return "" if jobs.run(script, lambda text: None) else reason(path, 1)
+
+
+def prove(
+    script: Path,
+    words: list[str],
+    world: int,
+    shrunk: Shrunk,
+    folder: Path,
+    progress: Callable[[str], None],
+) -> list[Check]:
+    """Run stock's layout, and ours if the command has flags of ours; compare with one process.
 
     Args:
-        server: with the training script.
-        shrunk: the configuration.
-        folder: for all files.
-        precision: of ``compare.EPSILON``.
-        uneven: samples have different numbers of tokens that count.
+        script: the training script.
+        words, world: of the command as it was given; 0 ranks: not known.
+        shrunk: its small form.
+        folder: for all files; empty.
+        progress: called with a line before each run.
+
+    Raises:
+        Refused: Megatron refuses the command.
     """
-
-    def __init__(
-        self,
-        server: ScriptServer,
-        shrunk: Shrunk,
-        folder: Path,
-        precision: str = "double",
-        uneven: bool = False,
-    ) -> None:
-        self._server, self._shrunk, self._folder = server, shrunk, folder
-        self._precision, self._uneven = precision, uneven
-        self._weights: dict[tuple[str, ...], tuple[Path, Outcome]] = {}
-        self._references: dict[tuple[str, ...], tuple[Path, Outcome]] = {}
-        self._number = 0
-
-    def _next(self, name: str) -> Path:
-        self._number += 1
-        return self._folder / f"{self._number:02d}-{name}"
-
-    def _run(
-        self,
-        name: str,
-        words: list[str],
-        world: int,
-        seed: int | None = None,
-        alone: Flags | None = None,
-    ) -> tuple[Path, Outcome]:
-        """``alone``: one process runs the slices that these flags ask for."""
-        folder = self._next(name)
-        slices = (alone or Flags(words)).slices
-        value = {"late": seed, "uneven": self._uneven, "slices": slices}
-        value["alone"] = alone is not None
-        outcome = self._server.run(words, world, folder, prelude=RECORDER, value=value)
-        return folder, outcome
-
-    def weights(self, flags: Flags) -> tuple[Path, Outcome]:
-        """The checkpoint that all runs of this model start from, saved by one process."""
-        reference = self._shrunk.reference(flags)
-        key = tuple(sorted(reference.words))
-        if key not in self._weights:
-            folder = self._next("weights")
-            reference.set("--train-iters", 1)
-            reference.set("--save", folder / "checkpoint")
-            reference.set("--save-interval", 1)
-            outcome = self._server.run(reference.words, 1, folder / "run")
-            self._weights[key] = folder / "checkpoint", outcome
-        return self._weights[key]
-
-    def reference(self, flags: Flags) -> tuple[Path, Outcome]:
-        """One process's run of this model, in the same slices."""
-        reference = self._shrunk.reference(flags)
-        key = *sorted(reference.words), str(flags.slices)
-        if key not in self._references:
-            words = [*reference.words, *self._start(flags)]
-            self._references[key] = self._run("one-process", words, 1, alone=flags)
-        return self._references[key]
-
-    def _start(self, flags: Flags) -> list[str]:
-        checkpoint, _ = self.weights(flags)
-        return ["--load", str(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
-
-    def _loading(self, flags: Flags) -> list[str]:
-        return [*flags.words, *self._start(flags)]
-
-    def world(self, flags: Flags) -> int:
-        """Ranks of a layout: the data-parallel size stays the shrunk configuration's."""
-        given = self._shrunk.flags
-        model = given.number(TP, 1) * given.number(PP, 1) * given.number(CP, 1)
-        data = self._shrunk.world // model
-        return data * flags.number(TP, 1) * flags.number(PP, 1) * flags.number(CP, 1)
-
-    def check(self, name: str, flags: Flags) -> Check:
-        """Run a layout and compare it with one process."""
-        world = self.world(flags)
-        _, made = self.weights(flags)
-        if made.status != "ok":
-            return Check(name, "failed", "one process: " + reason(made, 1))
-        path, alone = self.reference(flags)
-        if alone.status != "ok":
-            return Check(name, "failed", "one process: " + reason(alone, 1))
-        folder, outcome = self._run(name, self._loading(flags), world)
-        check = self._judge(name, outcome, folder, world, path, 1)
-        check.flags = tuple(flags.words)
-        return check
-
-    def _judge(
-        self,
-        name: str,
-        outcome: Outcome,
-        folder: Path,
-        world: int,
-        reference: Path,
-        alone: int,
-        exact: bool = False,
-        first: int = 1,
-    ) -> Check:
-        if outcome.status != "ok":
-            why = reason(outcome, world) if outcome.status == "failed" else "no rank ended"
-            return Check(name, outcome.status, why, seconds=outcome.seconds)
-        precision = "exact" if exact else self._precision
-        made = compare(folder, world, reference, self._shrunk.steps, precision, alone, first)
-        status = "equal" if made.equal else "different"
-        return Check(name, status, "", made, outcome.seconds)
-
-    def races(self, flags: Flags, number: int, progress: Progress) -> list[Check]:
-        """Run a layout ``number`` times with late messages; each must give the same bits."""
-        world = self.world(flags)
-        words = self._loading(flags)
-        folder, outcome = self._run("punctual", words, world)
-        if outcome.status != "ok":
-            return [Check("late messages", outcome.status, reason(outcome, world))]
-        checks = []
-        for seed in range(number):
-            progress(f"late messages, {seed + 1} of {number}")
-            late, ended = self._run(f"late-{seed}", words, world, seed)
-            name = f"late messages, seed {seed}"
-            checks.append(self._judge(name, ended, late, world, folder, world, exact=True))
-        return checks
-
-    def resume(self, flags: Flags) -> Check:
-        """Save before the last step, load, and take that step again: with the same bits, the same
-        place in a schedule of the learning rate, and the same random states."""
-        world, steps = self.world(flags), self._shrunk.steps
-        start, flags = self._start(flags), flags.copy()
-        flags.set("--lr-decay-style", "linear")
-        flags.set("--lr-warmup-iters", 1)
-        flags.set("--lr-decay-iters", 4 * steps)
-        saved = self._next("checkpoint")
-        saving = ["--save", str(saved), "--save-interval", str(steps - 1)]
-        folder, outcome = self._run("saving", [*flags.words, *start, *saving], world)
-        name = "checkpoint"
-        if outcome.status != "ok":
-            return Check(name, outcome.status, "saving: " + reason(outcome, world))
-        # The last step may have been saved, too; the one before it is wanted.
-        (saved / "latest_checkpointed_iteration.txt").write_text(str(steps - 1))
-        again, ended = self._run("resumed", [*flags.words, "--load", str(saved)], world)
-        check = self._judge(name, ended, again, world, folder, world, exact=True, first=steps)
-        if check.comparison is not None:
-            check.comparison.differences += lost_states(folder, again, world, steps)
-            check.status = "equal" if check.comparison.equal else "different"
-        return check
-
-    def smallest(self, flags: Flags, progress: Progress) -> list[str]:
-        """The flags that a difference needs, with their values.
-
-        Halves of the flags are dropped in turn, each flag with those that are of no use without
-        it; what is dropped without the difference going stays dropped, what is not is halved.
-        """
-        needed: list[str] = []
-        model = [name for name in flags.names if not is_layout(name) and name not in KEPT]
-        blocks = [[name for name in flags.names if is_layout(name)], model]
-        while blocks:
-            names = [name for name in blocks.pop(0) if name in flags]
-            if not names:
-                continue
-            fewer = flags.copy()
-            for name in names:
-                fewer.drop(name, *(n for n, uses in NEEDS.items() if name in uses))
-                if name == PP:
-                    fewer.drop(*fewer.matching(("--pp-",)))
-                if name == "--num-experts":
-                    fewer.drop(*fewer.matching(("--moe-", "--expert-")))
-            progress("without " + " ".join(names))
-            if self.check("without", fewer).status == "different":
-                flags = fewer
-            elif len(names) > 1:
-                middle = len(names) // 2
-                blocks[:0] = [names[:middle], names[middle:]]
-            else:
-                needed.append(flags.text(names[0]))
-        return needed
+    jobs, alone = _Jobs(folder), shrunk.reference()
+    given = check_command(jobs, words, world)
+    cache = ["--data-cache-path", str(folder / "samples")]
+    first = alone.copy()
+    first.append("--train-iters", 1)
+    saved = ["--save", str(folder / "start"), "--save-interval", "1"]
+    start = jobs.add("weights", [*first.words, *cache, *saved])
+    load = ["--load", str(folder / "start"), "--finetune", "--no-load-optim", "--no-load-rng"]
+    reference = jobs.add("one process", [*alone.words, *cache, *load])
+    runs = [(f"stock Megatron on {shrunk.world} ranks", shrunk.stock)]
+    if shrunk.ours:
+        runs.append((f"with {shrunk.ours}", shrunk.flags))
+    folders = [
+        jobs.add(f"layout {number}", [*flags.words, *cache, *load], shrunk.world)
+        for number, (_, flags) in enumerate(runs)
+    ]
+    good = jobs.run(script, progress)
+    if good == 0:
+        raise Refused(reason(given, 1))
+    if good < 3:
+        why = reason((start, reference)[good - 1], 1)
+        return [Check("one process", "failed", [why])]
+    checks = []
+    for number, (name, _) in enumerate(runs):
+        if good < 4 + number:
+            checks.append(Check(name, "failed", [reason(folders[number], shrunk.world)]))
+            break
+        checks.append(_judge(name, folders[number], shrunk.world, reference))
+    return checks
 
 
-def reason(outcome: Outcome, world: int) -> str:
+def _judge(name: str, folder: Path, world: int, reference: Path) -> Check:
+    from .compare import compare
+
+    made = compare(folder, world, reference, STEPS)
+    status = "different" if made.differences else "equal"
+    skipped = tuple(sorted(made.skipped))
+    return Check(name, status, made.differences, made.compared, max(made.largest.values()), skipped)
+
+
+def reason(folder: Path, world: int) -> str:
     """Why a run failed: our sentence, or the last error of the first rank that has one."""
     errors: list[str] = []
     for rank in range(world):
-        text = outcome.log(rank)
-        ours: list[str] = re.findall(r"^\[megatron_ext\] error: (.*)", text, re.M)
-        if ours:
-            return ours[-1]
-        found = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception)\b.*|\S+: error: .*)", text, re.M)
-        errors += [f"rank {rank}: {one}" for one in found]
+        path = folder / f"rank{rank}.log"
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        if ours := re.findall(r"^\[megatron_ext\] error: (.*)", text, re.M):
+            return str(ours[-1])
+        found = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception)\b: .+|\S+: error: .*)", text, re.M)
+        errors += [f"rank {rank}: {one}" if world > 1 else one for one in found[-1:]]
     # A rank whose neighbour died says only that.
     own = [one for one in errors if "Connection " not in one]
-    if errors:
-        return (own or errors)[0]
-    return f"rank 0 ended after {outcome.log(0).strip().splitlines()[-1:]}"
+    return (own or errors or [f"see {folder}"])[0]

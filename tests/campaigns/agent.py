@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ext.prove.server import ScriptServer
 from tests.support.checkouts import MAIN_TAG, existing
+from tests.support.server import ScriptServer
 
 AGENT = """#!{python}
 import json, os, socket, sys

@@ -33,10 +33,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.prove.server import Outcome, ScriptServer
 from tests.campaigns.random_extras import extras
 from tests.support.feature_runs import DEFECTS, SCHEDULES, compare, reason
 from tests.support.features import BASE, MOE, OVERLAP, Feature
+from tests.support.server import Outcome, ScriptServer
 
 _LOOPED = ("interleaved", "interleaved-zb", "gis", "gis-h", "po")
 _RECOMPUTE = (

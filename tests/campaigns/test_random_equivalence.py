@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.prove.server import Outcome
 from tests.campaigns import random_equivalence as script
 from tests.campaigns.random_extras import EXTRAS
 from tests.support.features import Feature
+from tests.support.server import Outcome
 
 CASES = [script.draw(1, number, 10) for number in range(300)]
 

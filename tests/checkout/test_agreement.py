@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.prove.server import Outcome
 from megatron_ext.schedule import generate
 from megatron_ext.schedule.io import save
 from tests.support.checkouts import MAIN_TAG, Serve
+from tests.support.server import Outcome
 
 from .test_moe_script import MODEL as MOE
 from .test_pretrain_script import MODEL

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.prove.server import Outcome, ScriptServer
 from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, nightly
 from tests.support.features import BASE, MOE
+from tests.support.server import Outcome, ScriptServer
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.prove.server import Outcome, ScriptServer
 from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, Serve, environment, existing
 from tests.support.features import BASE
+from tests.support.server import Outcome, ScriptServer
 from tests.support.waiting import wait_until
 
 # tests/campaigns/faults.py has every kind of action, on the executor alone.

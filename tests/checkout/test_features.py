@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.prove.server import ScriptServer
 from megatron_ext.releases import TAGS
 from tests.support.architectures import ARCHITECTURES
 from tests.support.checkouts import Serve, version
 from tests.support.feature_runs import run_feature
 from tests.support.features import FEATURES
+from tests.support.server import ScriptServer
 
 # (version, feature) -> schedules. The oldest and the newest version differ most. Those behind
 # ``NIGHTLY_TOO`` are in tier matrix: the others share their placement or their W passes.

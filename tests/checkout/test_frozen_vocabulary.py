@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.prove.server import Outcome
 from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, Serve, nightly
+from tests.support.server import Outcome
 
 MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-1

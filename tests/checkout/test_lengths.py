@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.prove.server import Outcome
 from tests.support.checkouts import MAIN_TAG, Serve, nightly
+from tests.support.server import Outcome
 
 # Mock documents have 1 to 4096 tokens, so sequences have one document or a few.
 MODEL = """--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 512

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.prove.server import Outcome
 from megatron_ext.releases import RELEASES
 from tests.support.architectures import DEEPSEEK
 from tests.support.checkouts import MAIN_TAG, Serve, version
 from tests.support.features import BASE, OVERLAP
+from tests.support.server import Outcome
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.prove.server import Outcome
 from megatron_ext.schedule import Costs, ScheduleSpec, check, lower, save, select, simulate
 from megatron_ext.schedule.actions import Action
 from tests.support import ROOT
@@ -14,6 +13,7 @@ from tests.support.checkouts import MAIN_TAG, Serve, nightly
 from tests.support.feature_runs import command
 from tests.support.features import MOE, Feature
 from tests.support.gradients import read
+from tests.support.server import Outcome
 
 PRELUDE = ROOT / "tests" / "support" / "gradients.py"
 FLAG = "--overlap-moe-expert-parallel-comm"

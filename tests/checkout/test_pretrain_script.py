@@ -20,11 +20,11 @@ from megatron_ext.plan.estimate import flop_costs
 from megatron_ext.plan.flags import job_of
 from megatron_ext.plan.flags import read as read_flags
 from megatron_ext.plan.layout import Split, even_split
-from megatron_ext.prove.server import Outcome
 from megatron_ext.schedule import AUTO, Costs, ScheduleSpec, generate, lower, select
 from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, Serve, existing, nightly, run
 from tests.support.grids import sampled
+from tests.support.server import Outcome
 
 MODEL = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.prove.server import ScriptServer
 from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, nightly, version
 from tests.support.feature_runs import command
 from tests.support.features import MOE, OVERLAP, Feature
+from tests.support.server import ScriptServer
 
 
 @pytest.fixture(scope="module", params=[version(MAIN_TAG), version(OLDEST_TAG)])

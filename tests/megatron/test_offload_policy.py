@@ -23,7 +23,7 @@ from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.device import CpuDevice
 from megatron_ext.offload.engine import Engine
 from megatron_ext.offload.store import ActivationStore
-from megatron_ext.prove.faulty_device import Faults, FaultyDevice
+from tests.support.faulty_device import Faults, FaultyDevice
 
 from .cases import keep_policies
 

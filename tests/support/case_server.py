@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.prove.preload import keep_writing_here, preload
 from tests.support import warm
 from tests.support.checkouts import environment, python_path
+from tests.support.preload import keep_writing_here, preload
 from tests.support.ranks import on_ranks
 from tests.support.waiting import PATIENCE
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.prove.server import ScriptServer
 from megatron_ext.releases import NEWEST, RELEASES
 from tests.support import ROOT, warm
+from tests.support.server import ScriptServer
 from tests.support.waiting import PATIENCE
 
 MAIN_TAG = NEWEST.tag

@@ -7,17 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_ext.commands import doctor
-from megatron_ext.commands.doctor import machine
 from tests.support import ROOT
 from tests.support.waiting import PATIENCE
 
 without_gpu = pytest.mark.skipif(
-    bool(machine.gpus(Path("/"))) or shutil.which("nvidia-smi") is not None,
+    shutil.which("nvidia-smi") is not None,
     reason="the findings are of a machine without a GPU",
 )
 

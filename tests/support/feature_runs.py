@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.prove import session
-from megatron_ext.prove.server import Outcome, ScriptServer
 from scripts.run_log import values
 from tests.support.features import BASE, Feature
+from tests.support.server import Outcome, ScriptServer
+from tests.support.server import reason as error_of
 
 SCHEDULES = "1f1b,interleaved,zb-h1,zb-h2,interleaved-zb,v-min,v-half,v-zb,v-cap,gis,gis-h,po,auto"
 _LOOPED = ("interleaved", "interleaved-zb", "gis", "gis-h", "po")
@@ -169,7 +169,7 @@ def _same(a: str, b: str, within: float) -> bool:
 
 def reason(outcome: Outcome, world: int) -> str:
     """Why a run failed: our refusal of a flag, or what else ended it."""
-    found = session.reason(outcome, world)
+    found = error_of(outcome, world)
     refused = "--pp-schedule" in found and not found.startswith("rank ")
     return f"rejected: {found}" if refused else found
 

@@ -1,4 +1,4 @@
-"""A prelude of ``prove``'s ranks: mock documents of 1 to 8 tokens, in place of 1 to 4095."""
+"""A prelude of recorded ranks: mock documents of 1 to 8 tokens, in place of 1 to 4095."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def prepare(value: Any, rank: int, folder: Path) -> None:
-    """As of ``recorder.prepare``, which it calls."""
+    """As of ``recorded.prepare``, which it calls."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
-    from megatron_ext.prove import recorder
+    from tests.support import recorded
 
     MockGPTLowLevelDataset.max_sequence_length = 9
-    recorder.prepare(value, rank, folder)
+    recorded.prepare(value, rank, folder)

@@ -1,4 +1,4 @@
-"""A prelude of ``prove``'s ranks: slices without the hooks that need the whole microbatch."""
+"""A prelude of recorded ranks: slices without the hooks that need the whole microbatch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def prepare(value: Any, rank: int, folder: Path) -> None:
-    """As of ``recorder.prepare``, which it calls."""
+    """As of ``recorded.prepare``, which it calls."""
     from megatron_ext.integration import hooks
     from megatron_ext.integration.features.slices import prediction, routers
-    from megatron_ext.prove import recorder
+    from tests.support import recorded
 
     for place in [*hooks._HOOKED]:
         if place[0] in (prediction.__name__, routers.__name__):
             del hooks._HOOKED[place]
-    recorder.prepare(value, rank, folder)
+    recorded.prepare(value, rank, folder)

@@ -191,7 +191,7 @@ def _main(number: str, tag: str) -> None:
         cpu.install()
         for module in ("megatron.core.models.gpt", "megatron.training"):
             importlib.import_module(module)
-        from megatron_ext.prove.preload import preload
+        from tests.support.preload import preload
 
         preload()
     gc.collect()

@@ -15,22 +15,19 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
-# One run for each group of hooks: name -> (schedule, its offload, further arguments).
-_RUNS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
-    "schedules (1f1b, zb-h1, …)": ("zb-h1", None, {}),
-    "V placement": ("v-half", None, {}),
-    "PipeOffload": ("v-half", "auto", {}),
-    "cheap recompute": ("v-half", "auto", {"pp_cheap_recompute": True}),
-    "CUDA graphs": ("1f1b", None, {"cuda_graph_impl": "transformer_engine"}),
-    "slices": ("zb-h1", None, {"pp_slices": 2, "transformer_impl": "local"}),
-    "sharded vocabulary": ("zb-h1", None, {"pp_vocab_parallel": True}),
-    "passes in pairs": ("1f1b", None, {"overlap_moe_expert_parallel_comm": True}),
-}
+# Schedule, its offload, and further arguments of one run for each group of hooks.
+_RUNS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
+    ("zb-h1", None, {}),
+    ("v-half", "auto", {"pp_cheap_recompute": True}),
+    ("zb-h1", None, {"pp_slices": 2, "transformer_impl": "local"}),
+    ("zb-h1", None, {"pp_vocab_parallel": True}),
+    ("1f1b", None, {"overlap_moe_expert_parallel_comm": True}),
+)
 
 
 def torch_facts() -> dict[str, Any]:
@@ -39,17 +36,12 @@ def torch_facts() -> dict[str, Any]:
         import torch
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda}
-    facts["devices"] = []
+    devices = []
     with contextlib.suppress(Exception):
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             found = torch.cuda.get_device_properties(index)
-            capability = f"{found.major}.{found.minor}"
-            facts["devices"].append({"name": found.name, "capability": capability})
-    with contextlib.suppress(Exception):
-        if torch.version.cuda is not None and torch.distributed.is_nccl_available():
-            facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    return facts
+            devices.append(f"{found.name} (compute capability {found.major}.{found.minor})")
+    return {"version": torch.__version__, "cuda": torch.version.cuda, "devices": devices}
 
 
 def megatron_facts() -> dict[str, Any]:
@@ -60,7 +52,7 @@ def megatron_facts() -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     facts: dict[str, Any] = {"version": str(package_info.__version__)}
     facts["path"] = str(Path(package_info.__file__).resolve().parents[2])
-    from megatron_ext.integration import ConfigError
+    from megatron_ext.integration import ConfigError, Installation
     from megatron_ext.integration.versions import untested
 
     try:
@@ -70,43 +62,42 @@ def megatron_facts() -> dict[str, Any]:
     try:
         import megatron.training.training  # noqa: F401
     except Exception as error:
-        return {**facts, "training_error": f"{type(error).__name__}: {error}", "hooks": {}}
-    facts["hooks"] = hooks(facts["version"])
-    return facts
+        return {**facts, "training_error": f"{type(error).__name__}: {error}"}
+    found: set[Any] = set()
+    missing: dict[str, None] = {}
+    for hook in _groups():
+        seen = _Recorder(facts["version"])
+        installation = Installation()
+        installation.hooks = seen  # type: ignore[assignment]
+        try:
+            hook(installation)
+        except Exception as error:
+            missing[f"{type(error).__name__}: {error}"] = None
+        found |= seen.found
+        missing |= dict.fromkeys(seen.missing)
+    return {**facts, "hooks": len(found), "missing": list(missing)}
 
 
-class Recorder:
-    """Stands for ``Hooks``: what would be bound is looked for and noted.
-
-    Attributes:
-        found: by target, what is wrong with it; None: it fits.
-        error: what ended the looking; None: nothing.
-    """
+class _Recorder:
+    """Stands for ``Hooks``: what would be bound is looked for and noted."""
 
     def __init__(self, version: str) -> None:
         from megatron_ext.integration.hooks import Hooks
 
         self.version, self.hooks = version, Hooks(version)
-        self.found: dict[Any, str | None] = {}
-        self.error: str | None = None
+        self.found: set[Any] = set()
+        self.missing: list[str] = []
 
     def apply(self, hooks: Sequence[Any]) -> None:
         for hook in hooks:
             try:
-                self.look(hook)
-                self.found[hook.target] = None
+                self.hooks.find(hook)
+                self.found.add(hook.target)
             except Exception as error:
-                self.found[hook.target] = str(error)
-
-    def look(self, hook: Any) -> None:
-        """Raise an exception if a hook does not fit."""
-        self.hooks.find(hook)
+                self.missing.append(str(error))
 
     def report(self) -> str:
         return ""
-
-
-R = TypeVar("R", bound=Recorder)
 
 
 class _Arguments(SimpleNamespace):
@@ -117,32 +108,8 @@ class _Arguments(SimpleNamespace):
             raise AttributeError(name)
 
 
-def hooks(version: str) -> dict[str, Any]:
-    """Group -> ``{"total": n, "missing": [sentences]}``, as an installation would bind them."""
-    result = {}
-    for group, seen in looked(lambda: Recorder(version)):
-        missing = [error for error in seen.found.values() if error is not None]
-        result[group] = {"total": len(seen.found), "missing": missing}
-        if seen.error is not None:
-            result[group] = {"total": 0, "missing": [seen.error]}
-    return result
-
-
-def looked(make: Callable[[], R]) -> Iterator[tuple[str, R]]:
-    """Every group of hooks, and a recorder of ``make`` that has seen it."""
-    from megatron_ext.integration import Installation
-
-    for group, hook in _groups().items():
-        installation, seen = Installation(), make()
-        installation.hooks = seen  # type: ignore[assignment]
-        try:
-            hook(installation)
-        except Exception as error:
-            seen.error = f"{type(error).__name__}: {error}"
-        yield group, seen
-
-
-def _groups() -> dict[str, Callable[[Any], None]]:
+def _groups() -> list[Callable[[Any], None]]:
+    """Functions that install every feature in turn."""
     from megatron_ext.integration.feature import Run
     from megatron_ext.integration.features.schedule.choose import ScheduleRequest
     from megatron_ext.integration.offload_request import OffloadRequest
@@ -169,30 +136,21 @@ def _groups() -> dict[str, Callable[[Any], None]]:
 
         return hook
 
-    groups: dict[str, Callable[[Any], None]] = {"flags": lambda i: i.open()}
-    groups |= {name: schedule(*run) for name, run in _RUNS.items()}
     moe = _Arguments(rank=1, moe_pipeline_chunks="2", moe_memory_reuse="s4")
-    groups["MPipeMoE"] = lambda i: start(i, moe, None)
-    return groups
+    runs = [schedule(*run) for run in _RUNS]
+    return [lambda i: i.open(), *runs, lambda i: start(i, moe, None)]
 
 
-def library_facts() -> dict[str, Any]:
-    """Versions of Transformer Engine and Apex; absent where they cannot be imported."""
-    facts: dict[str, Any] = {}
-    for name in ("transformer_engine", "apex"):
+def library_facts() -> dict[str, str]:
+    """Versions of Transformer Engine and Apex, or why they cannot be imported."""
+    facts = {}
+    for name, part in (("transformer_engine", ".pytorch"), ("apex", "")):
         try:
-            module = importlib.import_module(name)
-            if name == "transformer_engine":
-                importlib.import_module("transformer_engine.pytorch")
-            facts[name] = {"version": str(getattr(module, "__version__", "of unknown version"))}
-        except ImportError as error:
-            if getattr(error, "name", None) != name:
-                facts[name] = {"error": str(error)}
+            importlib.import_module(name + part)
+            facts[name] = str(getattr(sys.modules[name], "__version__", "of unknown version"))
         except Exception as error:
-            facts[name] = {"error": f"{type(error).__name__}: {error}"}
-    with contextlib.suppress(Exception):
-        importlib.import_module("fused_weight_gradient_mlp_cuda")
-        facts["fused_wgrad"] = True
+            absent = getattr(error, "name", "") == name
+            facts[name] = "not installed" if absent else f"{type(error).__name__}: {error}"
     return facts
 
 

@@ -33,11 +33,11 @@ from megatron.core.pipeline_parallel import (  # noqa: E402
 from megatron_ext.integration.features.slices.wanted import Wanted  # noqa: E402
 from megatron_ext.integration.utils import unwrapped  # noqa: E402
 from megatron_ext.integration.versions import megatron_version  # noqa: E402
-from megatron_ext.prove import one_process  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, VOCAB, global_names, to_bytes  # noqa: E402
 from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
 from tests.megatron.cases.user_weights import users_weights  # noqa: E402
+from tests.support import one_process  # noqa: E402
 from tests.support.case_server import serve, write_all  # noqa: E402
 
 __all__ = ["users_weights"]  # a case's ``main``

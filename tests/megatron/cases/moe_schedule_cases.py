@@ -25,7 +25,7 @@ from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.moe import buffers
 from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.offload.device import CpuDevice
-from megatron_ext.prove.faulty_device import Faults, FaultyDevice
+from tests.support.faulty_device import Faults, FaultyDevice
 
 gpt_cases = wgrad_cases.gpt_cases
 parallel_state = gpt_cases.parallel_state

@@ -25,11 +25,11 @@ from megatron_ext.integration.features import profile
 from megatron_ext.integration.features.offload import measure
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.device import CpuDevice
-from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from megatron_ext.schedule import Costs, generate, offload_pass
 from megatron_ext.schedule.actions import Op
 from megatron_ext.schedule.link import Link, travel_time
 from megatron_ext.schedule.placement import Placement
+from tests.support.faulty_device import Faults, FaultyDevice
 
 
 def _request(wanted: str, policy: str | None, time: str | None = "0.25") -> OffloadRequest:

@@ -12,8 +12,8 @@ from megatron_ext.moe.buffers import Memory
 from megatron_ext.moe.exchange import Exchange, Groups
 from megatron_ext.moe.region import Region
 from megatron_ext.offload.device import CpuDevice
-from megatron_ext.prove.faulty_device import Faults
 from tests.ranks.moe.regions import EXPERTS, Experts
+from tests.support.faulty_device import Faults
 
 
 @pytest.fixture(scope="package")

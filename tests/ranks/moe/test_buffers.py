@@ -15,7 +15,6 @@ from megatron_ext.moe.exchange import Exchange, Transfer
 from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.moe.region import Region
 from megatron_ext.offload.device import CpuDevice, Direction
-from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.ranks.moe.regions import (
     FFN,
     RESTORING,
@@ -25,6 +24,7 @@ from tests.ranks.moe.regions import (
     equal,
     run,
 )
+from tests.support.faulty_device import Faults, FaultyDevice
 from tests.support.gate import Gate
 from tests.support.leaky_engine import leave_out
 

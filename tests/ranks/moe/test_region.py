@@ -18,7 +18,6 @@ from megatron_ext.integration.saved_parameters import with_parameters
 from megatron_ext.moe.buffers import Memory
 from megatron_ext.moe.plan import LayerPlan, Strategy
 from megatron_ext.moe.region import Region
-from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.ranks.moe.regions import (
     EXPERTS,
     RESTORING,
@@ -33,6 +32,7 @@ from tests.ranks.moe.regions import (
     equal,
     run,
 )
+from tests.support.faulty_device import Faults, FaultyDevice
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 50])

@@ -18,7 +18,7 @@ def make_engine() -> Iterator[Callable[..., Any]]:
     device_class=FaultyDevice, **device)``: an engine that is closed after the test."""
     from megatron_ext.offload.arena import HostArena
     from megatron_ext.offload.engine import Engine
-    from megatron_ext.prove.faulty_device import FaultyDevice
+    from tests.support.faulty_device import FaultyDevice
     from tests.support.leaky_engine import leave_out
 
     engines = []

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.store import ActivationStore
-from megatron_ext.prove.faulty_device import Faults
+from tests.support.faulty_device import Faults
 
 ROWS, HIDDEN = 12, 16
 KEY = (0, 0)

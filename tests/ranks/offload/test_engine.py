@@ -19,7 +19,7 @@ import torch
 from megatron_ext.offload.device import Direction
 from megatron_ext.offload.engine import EDGES, Engine, FileLinkLock
 from megatron_ext.offload.errors import OffloadConfigError
-from megatron_ext.prove.faulty_device import Faults
+from tests.support.faulty_device import Faults
 from tests.support.streams import COMPUTE, COPIES, StreamDevice
 
 NBYTES = 4096

@@ -17,8 +17,8 @@ from megatron_ext.integration.saved_parameters import parameter_of
 from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.engine import FileLinkLock
 from megatron_ext.offload.store import ActivationStore
-from megatron_ext.prove.faulty_device import Faults
 from megatron_ext.runtime.wgrad import WeightGradStore
+from tests.support.faulty_device import Faults
 from tests.support.streams import StreamDevice
 
 HIDDEN, MICROBATCHES = 8, 3

@@ -15,7 +15,7 @@ from megatron_ext.integration.saved_parameters import parameter_of
 from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.device import Direction
 from megatron_ext.offload.store import ActivationStore
-from megatron_ext.prove.faulty_device import Faults
+from tests.support.faulty_device import Faults
 from tests.support.gate import Gate
 
 from .store_trips import (

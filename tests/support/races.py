@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_ext.offload import device
-from megatron_ext.prove.faulty_device import Faults, FaultyDevice
+from tests.support.faulty_device import Faults, FaultyDevice
 
 LONGEST = 0.004  # seconds that a message or copy waits before it starts
 

@@ -10,17 +10,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..integration.features.slices.model import SlicedModel
-from ..integration.features.slices.run import Batches, SliceRunner, require_nothing_left
-from ..integration.features.slices.state import Cuts
-from ..integration.features.slices.wanted import Wanted
-from ..integration.hooks import Hooks, declared, hooked
-from ..integration.pipeline import finalize
-from ..integration.runner import Iteration
-from ..integration.targets import NO_PIPELINE
-from ..runtime.wgrad import WeightGradStore
-from ..schedule.placement import Placement
-from ..schedule.units import units_of
+from megatron_ext.integration.features.slices.model import SlicedModel
+from megatron_ext.integration.features.slices.run import Batches, SliceRunner, require_nothing_left
+from megatron_ext.integration.features.slices.state import Cuts
+from megatron_ext.integration.features.slices.wanted import Wanted
+from megatron_ext.integration.hooks import Hooks, declared, hooked
+from megatron_ext.integration.pipeline import finalize
+from megatron_ext.integration.runner import Iteration
+from megatron_ext.integration.targets import NO_PIPELINE
+from megatron_ext.runtime.wgrad import WeightGradStore
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.units import units_of
 
 
 def install(wanted: Wanted, version: str) -> Hooks:

@@ -1,6 +1,6 @@
 """Runs a Megatron training script many times on CPU ranks, importing torch and Megatron once.
 
-Started as ``python -m megatron_ext.prove.server SCRIPT [--double] [MODULE ...]``: it imports all
+Started as ``python -m tests.support.server SCRIPT [--double] [MODULE ...]``: it imports all
 that the script imports, then reads one job a line (JSON) from standard input, forks the job's
 ranks, lets each run the launcher as torchrun would, and answers one line:
 
@@ -37,7 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .preload import keep_writing_here, preload
+from megatron_ext.prove import session
+from tests.support.preload import keep_writing_here, preload
 
 HOME = Path(__file__).resolve().parents[2]  # of the package
 # Far beyond what any job takes on a machine with ten times more to do than cores.
@@ -85,6 +86,11 @@ class Outcome:
         return [json.loads(line) for line in path.open()] if path.is_file() else []
 
 
+def reason(outcome: Outcome, world: int) -> str:
+    """Why a run failed."""
+    return session.reason(outcome.folder, world)
+
+
 class ScriptServer:
     """A process that has imported ``script`` and forks ranks from there. Use as a context.
 
@@ -112,7 +118,7 @@ class ScriptServer:
         self._samples = tempfile.TemporaryDirectory(prefix="samples-")
         self._process = subprocess.Popen(
             [
-                *(python, "-m", "megatron_ext.prove.server", str(Path(script).resolve())),
+                *(python, "-m", "tests.support.server", str(Path(script).resolve())),
                 *(["--double"] if double else []),
                 *modules,
             ],
