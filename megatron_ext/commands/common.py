@@ -28,7 +28,6 @@ from ..schedule.costs import with_stage_file
 from ..schedule.generators import default_effort
 from ..schedule.io import load as load_file
 from ..schedule.io import read as read_schedule
-from ..schedule.link import DEFAULT_POLICY
 from ..schedule.memory_cap import ShareCap, parse_cap
 from ..schedule.named import CapExceeded
 from .options import KNOWN, takers, taking
@@ -152,10 +151,9 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
 
 
 def offload_of(args: argparse.Namespace, pp: int) -> OffloadSpec:
-    """The request of ``--offload``, ``--offload-time`` and ``--offload-transfer``."""
-    policy = args.offload_transfer or DEFAULT_POLICY
+    """The request of ``--offload`` and ``--offload-time``."""
     try:
-        return OffloadSpec(args.offload, Link.parse(pp, args.offload_time, policy))
+        return OffloadSpec(args.offload, Link.parse(pp, args.offload_time))
     except ValueError as error:
         raise InputError(f"--offload-time {shown(args.offload_time)}: {error}") from None
 

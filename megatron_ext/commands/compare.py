@@ -168,7 +168,7 @@ def _json(
     return {**head, "schedules": [json_of(row) for row in rows], "impossible": reasons}
 
 
-_OFFLOAD = ("offload", "offload_time", "offload_transfer")
+_OFFLOAD = ("offload", "offload_time")
 
 
 def _table(
@@ -182,8 +182,6 @@ def _table(
         limit += "; a cost for every microbatch"
     if offloads(args):
         limit += f"; offload {args.offload}, {args.offload_time} of F+B+W a way"
-        if args.offload_transfer is not None:
-            limit += f", {args.offload_transfer}"
     cells = table_of(rows)
     lines = [
         f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(asked.costs)}{limit}",

@@ -10,7 +10,6 @@ from .._input import fraction, shown
 from ..schedule import AUTO, NAMES
 from ..schedule.generators import MOST_EFFORT
 from ..schedule.generators.registry import takers as takers
-from ..schedule.link import DEFAULT_POLICY, POLICIES
 from .parser import Options, Parser, positive
 
 KNOWN = (*NAMES, AUTO)
@@ -152,12 +151,8 @@ OFFLOAD = Options(
         "--offload-time T[,T2]": "transfer time of one activation set to the host, and back "
         "(default the same), as a fraction of its chunk's F+B+W (PipeOffload's k is T + T2); a "
         "list, such as 0.25x7:1.5, has one number per rank or stage (xN: N equal ones)",
-        "--offload-transfer": "single: one copy stream; dual: one per direction; paired: two "
-        "neighbours that share a switch never copy in the same direction at once (default "
-        f"{DEFAULT_POLICY})",
     },
-    kinds={"--offload-transfer": tuple(POLICIES)},
-    needs=dict.fromkeys(("--offload-time", "--offload-transfer"), "--offload"),
+    needs={"--offload-time": "--offload"},
 )
 
 

@@ -123,7 +123,7 @@ _OURS = tuple(
     f"pp_{name}"
     for name in (
         *("schedule", "memory_cap", "group_size", "offload", "offload_chunks", "offload_time"),
-        *("offload_transfer", "cheap_recompute", "vocab_parallel", "cost"),
+        *("cheap_recompute", "vocab_parallel", "cost"),
         *("profile", "slices", "slice_tokens", "slice_cut", "slice_weights"),
     )
 )

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from ..offload.arena import HostArena
 from ..offload.device import Device
-from ..offload.engine import Policy
-from ..offload.rates import Rates, choose_policy, measure_rates
+from ..offload.rates import Rates, measure_rates
 from ..runtime.channel import Channel
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
@@ -91,35 +90,23 @@ def hop_seconds(channel: Channel, group: Any) -> float:
     return best if best < float("inf") else 0.0
 
 
-def measure_link(
-    rank: int,
-    pairs: Sequence[tuple[int, int]],
-    device: Device,
-    arena: HostArena,
-    group: Any,
-) -> tuple[Rates, tuple[Policy, str]]:
-    """Rates of this rank while its neighbour is quiet, and its opinion on the policy.
+def measure_link(rank: int, device: Device, arena: HostArena, group: Any) -> Rates:
+    """Rates of this rank while its neighbours are quiet.
 
     Args:
         rank: this one's, in ``group``.
-        pairs: of ranks that may share a switch; a rank without one takes the turn of its number.
         arena: keeps the memory that it takes for this.
         group: the pipeline's process group; all ranks call this together.
     """
-    partner = next((b if a == rank else a for a, b in pairs if rank in (a, b)), None)
-    mine = rank % 2 if partner is None else int(partner < rank)
     nbytes = 2 * PROBE_BYTES["cuda" if device.torch_device.type == "cuda" else "cpu"]
     slot = arena.allocate(nbytes)
     assert slot is not None
-    alone = crowded = None
+    found = None
     for turn in (0, 1):
         dist.barrier(group)
-        if mine == turn:
-            alone = measure_rates(device, slot.memory)
-    dist.barrier(group)
-    if partner is not None:
-        crowded = measure_rates(device, slot.memory)
+        if rank % 2 == turn:
+            found = measure_rates(device, slot.memory)
     dist.barrier(group)
     arena.free(slot)
-    assert alone is not None
-    return alone, choose_policy(alone, crowded)
+    assert found is not None
+    return found

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .._input import plain
-from ..schedule.link import DEFAULT_POLICY, Link
+from ..schedule.link import Link
 from ..schedule.passes.offload import wanted_chunks
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
@@ -22,19 +22,15 @@ class OffloadRequest:
         wanted: ``half``, ``full``, ``auto`` or a number of chunks, as text.
         times: of ``--pp-offload-time``, as ``Link.parse`` takes them; None: to be measured in the
             first step.
-        policy: a transfer policy's name; None: what measurements speak for.
-        measured: the same of a former run's profile, if there are no ``times``.
     """
 
     wanted: str
     times: str | None = None
-    policy: str | None = None
-    measured: Link | None = None
 
     @property
     def known(self) -> bool:
         """True if nothing has to be measured in the first step to plan."""
-        return self.times is not None or self.measured is not None
+        return self.times is not None
 
     @classmethod
     def of(cls, args: MegatronArgs) -> OffloadRequest | None:
@@ -47,7 +43,7 @@ class OffloadRequest:
         if chunks is None and mode in (None, "off"):
             return None
         wanted = mode if mode is not None else str(chunks)
-        request = cls(wanted, args.pp_offload_time, args.pp_offload_transfer)
+        request = cls(wanted, args.pp_offload_time)
         request.link(1)  # refuses what is no time
         return request
 
@@ -74,12 +70,10 @@ class OffloadRequest:
         Raises:
             ConfigError: a time is out of range.
         """
-        policy = self.policy or DEFAULT_POLICY
-        if self.times is not None:
-            with self._named():
-                return Link.parse(pp, self.times, policy)
-        return None if self.measured is None else replace(self.measured, policy=policy)
+        if self.times is None:
+            return None
+        with self._named():
+            return Link.parse(pp, self.times)
 
     def _named(self) -> AbstractContextManager[None]:
-        times = "of the profile" if self.times is None else plain(self.times)
-        return named_errors(f"--pp-offload-time {times}")
+        return named_errors(f"--pp-offload-time {plain(self.times or '')}")

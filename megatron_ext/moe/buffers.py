@@ -159,7 +159,7 @@ class Memory:
 
     def __init__(self, device: Device, min_bytes: int = MIN_BYTES) -> None:
         self.device, self.min_bytes, self.ring = device, min_bytes, Ring(device)
-        self.engine = Engine(device, HostArena(device.torch_device), "dual")
+        self.engine = Engine(device, HostArena(device.torch_device))
         self.departures = Departures(self.engine)
         self.stayed = self.rows = self.most_rows = 0
         self._sized = False

@@ -6,12 +6,10 @@ CPU tensors copy streams are threads, so the same ordering mistakes give the sam
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +49,6 @@ class Device(Protocol):
 
     torch_device: torch.device
     pins_host_memory: bool
-    guards_copies: bool
 
     def stream(self) -> Hashable:
         """Which compute stream is the caller's: what the methods below call compute."""
@@ -74,9 +71,8 @@ class Device(Protocol):
         direction: Direction,
         pairs: Pairs,
         after: Sequence[Event],
-        guard: AbstractContextManager[Any] | None = None,
     ) -> Event:
-        """Copy on one copy stream after the events ``after``, while ``guard`` is held.
+        """Copy on one copy stream after the events ``after``.
 
         ``pairs`` may be emptied once it is copied. The returned event follows the last copy.
         """
@@ -117,7 +113,6 @@ class CudaDevice(Device):
     """
 
     pins_host_memory = True
-    guards_copies = False
 
     def __init__(self, torch_device: torch.device, streams: int = 2) -> None:
         self.torch_device = torch_device
@@ -150,7 +145,6 @@ class CudaDevice(Device):
         direction: Direction,
         pairs: Pairs,
         after: Sequence[Event],
-        guard: AbstractContextManager[Any] | None = None,
     ) -> Event:
         on = self._streams[stream % len(self._streams)]
         for event in after:
@@ -206,7 +200,6 @@ class CpuDevice(Device):
     """
 
     pins_host_memory = False
-    guards_copies = True
 
     def __init__(
         self,
@@ -239,22 +232,20 @@ class CpuDevice(Device):
         direction: Direction,
         pairs: Pairs,
         after: Sequence[Event],
-        guard: AbstractContextManager[Any] | None = None,
     ) -> HostEvent:
         after, event = list(after), HostEvent()
 
         def task() -> None:
             for other in after:
                 other.synchronize()
-            with guard or contextlib.nullcontext():  # Only the copy thread waits for the guard.
-                start = time.monotonic()
-                for destination, source in pairs:
-                    destination.copy_(source)
-                rate = self.throttle_bytes_per_second.get(direction)
-                if rate is not None:
-                    nbytes = sum(source.nbytes for _, source in pairs)
-                    time.sleep(max(0.0, start + nbytes / rate - time.monotonic()))
-                event.time = time.monotonic()
+            start = time.monotonic()
+            for destination, source in pairs:
+                destination.copy_(source)
+            rate = self.throttle_bytes_per_second.get(direction)
+            if rate is not None:
+                nbytes = sum(source.nbytes for _, source in pairs)
+                time.sleep(max(0.0, start + nbytes / rate - time.monotonic()))
+            event.time = time.monotonic()
             # The event outlives the copy; what it copied must not.
             pairs.clear()
             after.clear()

@@ -7,19 +7,15 @@ with a name in ``EDGES``; tests remove them one at a time.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from .arena import HostArena, Slot
 from .blocks import Form, bytes_of, form_of_bytes, padded
 from .device import Device, Direction, Event, Pairs
-from .errors import OffloadConfigError
 
 EDGES = {
     "offload-after-forward": "the copy to the host reads what F has written",
@@ -31,41 +27,6 @@ EDGES = {
     "drop-after-reload": "a reloaded buffer that nobody used is not reused under the copy",
     "reuse-after-use": "memory of one compute stream that another one uses is not reused meanwhile",
 }
-
-
-class Policy(str, enum.Enum):
-    """How the two directions share the link."""
-
-    SINGLE = "single"  # one stream, the directions alternate as the schedule says
-    DUAL = "dual"  # full duplex: a stream for each direction
-    PAIRED = "paired"  # single, and two ranks behind one switch never go the same way at once
-
-
-class FileLinkLock:
-    """Lets one of the ranks of a host that share a link copy in a direction at a time: a locked
-    file for each direction.
-
-    The files are open from the start, so their folder may be removed once all ranks have opened
-    them: then nothing is left of them, however the ranks end.
-
-    Args:
-        folder: of this host (``/dev/shm/...``), the same for the ranks that share a link.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._files = {d: (folder / d.value).open("w") for d in Direction}
-
-    @contextmanager
-    def hold(self, direction: Direction) -> Iterator[None]:
-        """Held while a copy of ``direction`` runs."""
-        import fcntl  # Not on every system; only this policy needs it.
-
-        fcntl.flock(self._files[direction], fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._files[direction], fcntl.LOCK_UN)
 
 
 @dataclass(eq=False)
@@ -113,29 +74,11 @@ class Engine:
     """Moves activation sets between a device and the host arena.
 
     Args:
-        device: hardware, or its emulation.
-        policy: how directions share the link.
-        link_lock: for ``Policy.PAIRED`` where the device can hold it (``guards_copies``); on CUDA
-            the schedule alone staggers the neighbours.
-
-    Raises:
-        OffloadConfigError: ``paired`` without what it takes.
+        device: hardware, or its emulation; each direction has a copy stream.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        arena: HostArena,
-        policy: Policy | str = Policy.SINGLE,
-        link_lock: FileLinkLock | None = None,
-    ) -> None:
-        self.device, self.arena, self.policy = device, arena, Policy(policy)
-        if self.policy is Policy.PAIRED and device.guards_copies and link_lock is None:
-            raise OffloadConfigError(
-                "--pp-offload-transfer paired needs a neighbour that shares the link; use single "
-                "or dual on a rank that has none"
-            )
-        self._link_lock = link_lock if self.policy is Policy.PAIRED else None
+    def __init__(self, device: Device, arena: HostArena) -> None:
+        self.device, self.arena = device, arena
         self._counters = Counters()
         # Waits whose length the device does not know yet: counter, compute got there, end of copy.
         self._waits: deque[tuple[str, Event, Event]] = deque()
@@ -297,9 +240,8 @@ class Engine:
         pairs: Pairs,
         after: Sequence[Event],
     ) -> Event:
-        stream = int(self.policy is Policy.DUAL and direction is Direction.TO_DEVICE)
-        guard = None if self._link_lock is None else self._link_lock.hold(direction)
-        return self.device.copy(stream, direction, pairs, after, guard)
+        stream = int(direction is Direction.TO_DEVICE)
+        return self.device.copy(stream, direction, pairs, after)
 
     def _watch(self, counter: str, copied: Event) -> None:
         """Compute is about to wait for a copy that the host, which is ahead, sees unfinished."""

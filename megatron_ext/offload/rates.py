@@ -1,4 +1,4 @@
-"""Measured transfer rates of the host link, and the transfer policy that fits them."""
+"""Measured transfer rates of the host link."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from .device import Device, Direction
-from .engine import Policy
-
-# Full duplex has to beat alternation by this factor before its second stream is worth it.
-DUAL_GAIN = 1.15
-# A neighbour on the same switch counts if it slows a copy by this factor.
-CROWDED_LOSS = 1.25
 
 
 @dataclass(frozen=True)
@@ -90,22 +84,3 @@ def measure_rates(
         ):
             best[name] = min(value, best.get(name, float("inf")))
     return Rates(**{name: half / value for name, value in best.items()})
-
-
-def choose_policy(alone: Rates, crowded: Rates | None = None) -> tuple[Policy, str]:
-    """The transfer policy that measurements speak for, and why.
-
-    Args:
-        alone: of this rank while its neighbour is quiet.
-        crowded: measured while the neighbour behind the same switch copies the same way at the
-            same time; None: there is no such neighbour.
-    """
-    if crowded is not None:
-        loss = max(alone.to_host / crowded.to_host, alone.to_device / crowded.to_device)
-        if loss > CROWDED_LOSS:
-            return Policy.PAIRED, f"the neighbour going the same way slows copies {loss:.2f} times"
-    in_turn = 1 / alone.to_host + 1 / alone.to_device  # a byte out and one in
-    gain = in_turn / max(1 / alone.to_host_together, 1 / alone.to_device_together)
-    if gain > DUAL_GAIN:
-        return Policy.DUAL, f"both directions at once are {gain:.2f} times as fast as in turn"
-    return Policy.SINGLE, f"both directions at once gain only {gain:.2f} times"

@@ -70,7 +70,7 @@ def _load(one: Candidate, offload: OffloadSpec) -> Fraction:
     busiest = 0
     for stages in _offloaded(one, offload):
         ways = [sum(way[s] for s in stages) for way in (times.to_host, times.to_device)]
-        busiest = max(busiest, max(ways) if offload.link.policy == "dual" else sum(ways))
+        busiest = max(busiest, *ways)
     return Fraction(busiest, times.durations.scale) / max(rank_work(costs, placement))
 
 

@@ -42,11 +42,8 @@ Row = list[Node]
 class CopyQueue(Protocol):
     """Copies beside the ranks' computation."""
 
-    def ask(self, rank: int, slot: int, time: int) -> None:
-        """``rank`` asks at ``time`` for the copy whose end is ``slot``."""
-
-    def start_next(self) -> tuple[int, int] | None:
-        """The copy that can start first: (its slot, its end); None if none is left."""
+    def ask(self, rank: int, slot: int, time: int) -> int:
+        """``rank`` asks at ``time`` for the copy whose end is ``slot``: when it has ended."""
 
 
 class Run(NamedTuple):
@@ -75,8 +72,7 @@ def run(
 ) -> Run:
     """Execute ``rows``, every action as early as the order and its inputs allow.
 
-    A rank runs until it lacks an input; the rank that fills that slot wakes it. Copies are started
-    when no rank can go on without: the first of them cannot be overtaken any more then.
+    A rank runs until it lacks an input; the rank that fills that slot wakes it.
 
     Args:
         rows: of every rank.
@@ -93,16 +89,7 @@ def run(
     ends = [empty := ~len(rows)] * slots
     clock, at = [0] * len(rows), [0] * len(rows)
     awake = list(range(len(rows) - 1, -1, -1))
-    while True:
-        if not awake:
-            copy = None if copies is None else copies.start_next()
-            if copy is None:
-                return Run(ends, clock, at)
-            waiter = ends[copy[0]]
-            ends[copy[0]] = copy[1]
-            if waiter != empty:
-                awake.append(~waiter)
-            continue
+    while awake:
         rank = awake.pop()
         row, time = rows[rank], clock[rank]
         for position in range(at[rank], len(row)):
@@ -128,9 +115,10 @@ def run(
                         raise RepeatedError(rank, position)
                     awake.append(~waiter)
             if copied is not None and copies is not None:
-                copies.ask(rank, copied + j, time)
+                ends[copied + j] = copies.ask(rank, copied + j, time)
         else:
             clock[rank], at[rank] = time, len(row)
+    return Run(ends, clock, at)
 
 
 # Kinds of slots: of results, when an offload action was reached, what collectives bring to each

@@ -1,21 +1,18 @@
-"""Host link: D2H and H2D transfer times, and the sharing policy."""
+"""Host link: D2H and H2D transfer times."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from .._input import fraction, shown, whole
+from .._input import fraction, shown
 from .costs import Durations, Number, number_to_json
 from .placement import Placement
-
-POLICIES = ("single", "dual", "paired")
-DEFAULT_POLICY = "single"
 
 
 class LinkTimes(NamedTuple):
@@ -31,23 +28,16 @@ class LinkTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """One rank's link is a stream of transfers; what the policy shares is one transfer at a time.
+    """One rank's link is full duplex: a stream of transfers for each direction.
 
     Attributes:
         to_host, to_device: one a rank or one a stage, what one set takes one way, as a fraction of
             F+B+W of its chunk (PipeOffload, section 2: each is k/2 where both are equal). The last
             stage's sets hold the logits beside its layers, so they take another fraction.
-        policy: ``single``, one stream a rank in both directions; ``dual``, one a direction (full
-            duplex); ``paired``, one stream a rank, and two ranks that share a switch never both in
-            the same direction (PipeOffload, appendix D).
-        pairs: of ranks that share a switch, for ``paired``; a rank without one is alone. None:
-            ranks 2i and 2i+1.
     """
 
     to_host: tuple[Fraction, ...]
     to_device: tuple[Fraction, ...]
-    policy: str = DEFAULT_POLICY
-    pairs: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def of(
@@ -55,8 +45,6 @@ class Link:
         pp: int,
         to_host: Number | Sequence[Number],
         to_device: Number | Sequence[Number] | None = None,
-        policy: str = DEFAULT_POLICY,
-        pairs: Sequence[Sequence[int]] | None = None,
     ) -> Link:
         """Build from one number for all, one a rank or one a stage (model order).
 
@@ -64,27 +52,19 @@ class Link:
             pp: pipeline ranks.
             to_host: numbers, or text with ``:`` between them, and ``TxN`` for N equal ones.
             to_device: likewise; as ``to_host`` if None.
-            policy, pairs: as the attributes.
 
         Raises:
-            ValueError: a time is not a number > 0, not one a rank or stage, the policy is unknown,
-                or the pairs are not of different ranks.
+            ValueError: a time is not a number > 0, or not one a rank or stage.
         """
-        if policy not in POLICIES:
-            raise ValueError(
-                f"the transfer policy must be {', '.join(POLICIES[:-1])} or {POLICIES[-1]}, "
-                f"got {shown(policy)}"
-            )
         d2h = _times(to_host, pp)
         h2d = d2h if to_device is None else _times(to_device, pp)
-        return cls(d2h, h2d, policy, None if pairs is None else _pairs(pairs, pp))
+        return cls(d2h, h2d)
 
     @classmethod
     def parse(
         cls,
         pp: int,
         text: str,
-        policy: str = DEFAULT_POLICY,
     ) -> Link:
         """Reverse of ``text``: ``T`` or ``T,T2``.
 
@@ -96,7 +76,7 @@ class Link:
             raise ValueError(
                 f"a transfer time must be T or T,T2 (there, and back), got {shown(text)}"
             )
-        return cls.of(pp, parts[0], parts[-1], policy)
+        return cls.of(pp, parts[0], parts[-1])
 
     @classmethod
     def measured(
@@ -105,7 +85,6 @@ class Link:
         sizes: Sequence[float],
         seconds: Sequence[float],
         rates: tuple[float, float],
-        policy: str = DEFAULT_POLICY,
     ) -> Link:
         """From measured or computed quantities of every stage.
 
@@ -114,12 +93,11 @@ class Link:
             sizes: bytes of a set that are copied.
             seconds: of F+B+W of one microbatch.
             rates: to the host and back, bytes/s.
-            policy: as the attribute.
         """
         d2h, h2d = (
             [travel_time(size, rate, time) for size, time in zip(sizes, seconds)] for rate in rates
         )
-        return cls.of_stages(placement, d2h, h2d, policy)
+        return cls.of_stages(placement, d2h, h2d)
 
     @classmethod
     def of_stages(
@@ -127,7 +105,6 @@ class Link:
         placement: Placement,
         to_host: Sequence[Fraction],
         to_device: Sequence[Fraction],
-        policy: str = DEFAULT_POLICY,
     ) -> Link:
         """From one time a stage; one a rank is kept where the stages of every rank are equal."""
         there, back = to_host, to_device
@@ -135,7 +112,7 @@ class Link:
             len({way[s] for s in own}) == 1 for way in (there, back) for own in placement.stages
         ):
             there, back = ([way[own[0]] for own in placement.stages] for way in (there, back))
-        return cls.of(placement.pp, there, back, policy)
+        return cls.of(placement.pp, there, back)
 
     def check(self, placement: Placement) -> None:
         """Refuse a placement that the times are not for.
@@ -178,24 +155,6 @@ class Link:
         )
         return LinkTimes(d, d2h, h2d)
 
-    def uses(self, rank: int, to_host: bool) -> tuple[Hashable, ...]:
-        """Resources that a transfer of ``rank`` holds while it runs.
-
-        The first is its stream, in which transfers start in the order in which the schedule has
-        them; another is shared with a neighbour: the one that is ready first has it.
-        """
-        if self.policy == "dual":
-            return ((rank, to_host),)
-        if self.policy == "paired":
-            return ((rank,), ("pair", self.group(rank), to_host))
-        return ((rank,),)
-
-    def group(self, rank: int) -> int:
-        """The first of the ranks that share something; their transfers are planned together."""
-        if self.policy != "paired":
-            return rank
-        return first_of_pair(self.pairs, rank)
-
     @property
     def text(self) -> str:
         """The times as ``--offload-time`` and ``--pp-offload-time`` take them, exactly."""
@@ -205,10 +164,8 @@ class Link:
     def to_json(self) -> dict[str, Any]:
         """The ``offload`` object of a schedule file."""
         return {
-            "transfer": self.policy,
             "to_host": [number_to_json(x) for x in self.to_host],
             "to_device": [number_to_json(x) for x in self.to_device],
-            **({} if self.pairs is None else {"pairs": [list(pair) for pair in self.pairs]}),
         }
 
     @classmethod
@@ -218,35 +175,16 @@ class Link:
         Raises:
             ValueError: a field is missing, of the wrong kind, or out of range.
         """
-        if not isinstance(data, dict) or not {"transfer", "to_host", "to_device"} <= data.keys():
-            raise ValueError('"offload" needs "transfer", "to_host" and "to_device"')
-        for field in ("to_host", "to_device", "pairs"):
-            if not isinstance(data.get(field, []), list):
+        if not isinstance(data, dict) or not {"to_host", "to_device"} <= data.keys():
+            raise ValueError('"offload" needs "to_host" and "to_device"')
+        for field in ("to_host", "to_device"):
+            if not isinstance(data[field], list):
                 raise ValueError(
-                    f'"{field}" of "offload" must be a list'
-                    + (", one time a rank or one a stage" if field != "pairs" else " of two ranks")
+                    f'"{field}" of "offload" must be a list, one time a rank or one a stage'
                 )
-        link = cls.of(
-            placement.pp,
-            data["to_host"],
-            data["to_device"],
-            str(data["transfer"]),
-            data.get("pairs"),
-        )
+        link = cls.of(placement.pp, data["to_host"], data["to_device"])
         link.check(placement)
         return link
-
-
-def by_number(pp: int) -> tuple[tuple[int, int], ...]:
-    """Neighbours 2i and 2i+1."""
-    return tuple((rank, rank + 1) for rank in range(0, pp - 1, 2))
-
-
-def first_of_pair(pairs: Sequence[tuple[int, int]] | None, rank: int) -> int:
-    """The lower rank of the pair that ``rank`` is in, itself if in none; None: pairs by number."""
-    if pairs is None:
-        return rank - rank % 2
-    return next((first for first, second in pairs if second == rank), rank)
 
 
 def travel_time(size_bytes: float, rate: float, seconds: float) -> Fraction:
@@ -294,20 +232,6 @@ def _text(times: Sequence[Fraction]) -> str:
 def _exact(time: Fraction) -> str:
     decimal = str(number_to_json(time))
     return decimal if fraction(decimal) == time else str(time)
-
-
-def _pairs(pairs: Sequence[Sequence[int]], pp: int) -> tuple[tuple[int, int], ...]:
-    try:
-        ranks = [whole(rank, "a rank", 0, pp - 1) for pair in pairs for rank in pair]
-        valid = len({*ranks}) == len(ranks) and all(len(pair) == 2 for pair in pairs)
-    except (TypeError, ValueError):
-        valid = False
-    if not valid:
-        raise ValueError(
-            f"pairs of ranks that share a switch must be two different ranks of {pp} each, no rank "
-            f"twice, got {shown(pairs)}"
-        )
-    return tuple(sorted((min(pair), max(pair)) for pair in pairs))
 
 
 def _time(value: Number) -> Fraction:

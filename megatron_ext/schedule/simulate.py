@@ -178,7 +178,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
     Offloaded sets travel beside the passes. A rank's computation reaches its offload actions when
     the pass before them has ended; a copy can start when it does, and when its link is free (see
-    ``Link.uses``). RELEASE waits for the end of its OFFLOAD's copy, B for that of its RELOAD's.
+    ``Link``). RELEASE waits for the end of its OFFLOAD's copy, B for that of its RELOAD's.
 
     Args:
         schedule: lowered or not; assumed complete (see ``check``).
@@ -196,9 +196,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     start, end = _times(replay, done)
     transfers = None
     if replay.link is not None:
-        alone = Replay(_without_copies(schedule), durations)
-        stall = _last(end) - _last(_times(alone, alone.run()[0])[1])
-        transfers = _transfers(replay, done, copies, Fraction(stall, durations.scale))
+        alone = makespan_of(_without_copies(schedule), costs)
+        stall = Fraction(_last(end), durations.scale) - alone
+        transfers = _transfers(replay, done, copies, stall)
     last = _last(end)
     span = max((e[-1] - s[0] for s, e in zip(start, end) if s), default=0)
     work = sum(e - s for ss, ee in zip(start, end) for s, e in zip(ss, ee))
@@ -286,7 +286,7 @@ class Replay:
         copies, slots = None, program.pass_slots
         if self.link is not None:
             assert self._link_times is not None
-            copies, slots = Copies(self._link_times, self.link, program), program.slots
+            copies, slots = Copies(self._link_times, program), program.slots
         try:
             done = run([*self.rows, *program.collectives()], slots, copies=copies)
         except RepeatedError as error:
@@ -295,7 +295,8 @@ class Replay:
             raise ScheduleError(f"{what}\n{grid.around(plain.ranks, rank, position)}") from None
         if any(position < len(row) for position, row in zip(done.at, self.rows)):
             raise _cannot_progress(plain, program, done)
-        return done, [] if copies is None else copies.done
+        asked = [] if copies is None else copies.done
+        return done, [sorted(row, key=lambda copy: copy.start) for row in asked]
 
     def makespan(self) -> int:
         """The end of the last pass.

@@ -219,8 +219,6 @@ def _options(rng: random.Random, name: str, pp: int) -> list[str]:
             flags.append(f"--pp-memory-cap {rng.choice(('0.6', '0.8', '1'))}")
         if rng.random() < 0.7:
             flags.append(f"--pp-offload-time {rng.choice(('0.1', '0.25', '0.2,0.4', '1'))}")
-        if rng.random() < 0.7:
-            flags.append(f"--pp-offload-transfer {rng.choice(('single', 'dual', 'paired'))}")
     return flags
 
 

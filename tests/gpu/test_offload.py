@@ -19,7 +19,7 @@ HIDDEN, ROWS = 2048, 4096
 
 @pytest.fixture
 def engines() -> Iterator[Any]:
-    """``engines(policy, arena_bytes)``; closed after the test."""
+    """``engines(arena_bytes)``; closed after the test."""
     import torch
 
     from megatron_ext.offload.arena import HostArena
@@ -28,10 +28,10 @@ def engines() -> Iterator[Any]:
 
     made = []
 
-    def make(policy: str, arena_bytes: int = 0, expected_sets: int = 1) -> Any:
+    def make(arena_bytes: int = 0, expected_sets: int = 1) -> Any:
         device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
         arena = HostArena(device.torch_device, arena_bytes, expected_sets)
-        made.append(Engine(device, arena, policy))
+        made.append(Engine(device, arena))
         return made[-1]
 
     yield make
@@ -92,15 +92,14 @@ def _step(model: Any, microbatches: int, store: Any = None) -> list[Any]:
     return grads
 
 
-@pytest.mark.parametrize("policy", ["single", "dual"])
-def test_exact_without_host_synchronisation(engines: Any, policy: str) -> None:
+def test_exact_without_host_synchronisation(engines: Any) -> None:
     import torch
 
     from megatron_ext.offload.store import ActivationStore
 
     model = _model()
     expected = _step(model, 4)
-    engine = engines(policy, expected_sets=4)
+    engine = engines(expected_sets=4)
     store = ActivationStore(engine, model.parameters)
     _step(model, 4, store)
     capacity, retries = engine.arena.capacity_bytes, torch.cuda.memory_stats()["num_alloc_retries"]
@@ -117,8 +116,7 @@ def test_exact_without_host_synchronisation(engines: Any, policy: str) -> None:
     assert engine.counters.refused == 0 and store.statistics.held_elsewhere_bytes == 0
 
 
-@pytest.mark.parametrize("policy", ["single", "dual"])
-def test_late_copies_change_nothing(engines: Any, policy: str) -> None:
+def test_late_copies_change_nothing(engines: Any) -> None:
     """Every copy stream is made to lag behind compute."""
     import torch
 
@@ -126,7 +124,7 @@ def test_late_copies_change_nothing(engines: Any, policy: str) -> None:
 
     model = _model()
     expected = _step(model, 3)
-    engine = engines(policy, expected_sets=3)
+    engine = engines(expected_sets=3)
     device = engine.device
     original = device.copy
 
@@ -147,7 +145,7 @@ def test_another_stream_reads_reloaded_memory_late(engines: Any) -> None:
 
     from megatron_ext.offload.store import ActivationStore
 
-    engine, side = engines("dual"), torch.cuda.Stream()
+    engine, side = engines(), torch.cuda.Stream()
     store = ActivationStore(engine)
 
     def loss(x: Any) -> Any:
@@ -183,7 +181,7 @@ def test_memory_leaves_and_the_arena_is_pinned(engines: Any) -> None:
     from megatron_ext.offload.store import ActivationStore
 
     model = _model()
-    engine = engines("single")
+    engine = engines()
     store = ActivationStore(engine, model.parameters)
     x = _input(0)
     with store.saving((0, 0)):
@@ -208,14 +206,12 @@ def test_rates_and_overlap(engines: Any, record_property: Any) -> None:
     import torch
 
     from megatron_ext.offload.device import Direction
-    from megatron_ext.offload.rates import choose_policy, measure_rates
+    from megatron_ext.offload.rates import measure_rates
 
-    engine = engines("dual", 512 * MIB)
+    engine = engines(512 * MIB)
     host = engine.arena.allocate(512 * MIB).memory
     rates = measure_rates(engine.device, host)
-    policy, reason = choose_policy(rates)
     record_property("rates", str(rates))
-    print(f"{rates}: {policy.value}, {reason}")
     assert rates.to_host > 1e9 and rates.to_device > 1e9
 
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)

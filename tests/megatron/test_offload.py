@@ -104,20 +104,20 @@ def test_host_memory_is_constant_after_the_first_step(results: Cases, name: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted", "policy"),
+    ("name", "wanted"),
     [
-        ("1f1b", "full", "single"),
-        nightly("interleaved-zb", "full", "dual"),
-        nightly("v-min", "half", "single"),
-        ("v-half", "full", "paired"),
-        nightly("v-zb", "full", "single"),
-        nightly("gis-h", "full", "single"),
-        nightly("po", "half", "dual"),
+        ("1f1b", "full"),
+        nightly("interleaved-zb", "full"),
+        nightly("v-min", "half"),
+        ("v-half", "full"),
+        nightly("v-zb", "full"),
+        nightly("gis-h", "full"),
+        nightly("po", "half"),
     ],
 )
-def test_resident_sets_are_the_plans(results: Cases, name: str, wanted: str, policy: str) -> None:
+def test_resident_sets_are_the_plans(results: Cases, name: str, wanted: str) -> None:
     """The plan made here, not the one that the ranks report."""
-    link = Link.of(4, Fraction(1, 4), policy=policy)
+    link = Link.of(4, Fraction(1, 4))
     report = check(offload_pass(generate(name, 4, 8), link, wanted).schedule)
     for rank in steps(results[f"{name}/"]):
         at = rank[0]["pipeline_rank"]

@@ -15,7 +15,6 @@ import torch
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.offload_request import OffloadRequest
-from megatron_ext.offload.pairs import bridges
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
@@ -29,7 +28,6 @@ def asked(
     offload: str | None = None,
     chunks: int | None = None,
     time: str | None = None,
-    transfer: str | None = None,
 ) -> OffloadRequest | None:
     """What the flags give."""
     return OffloadRequest.of(
@@ -37,7 +35,6 @@ def asked(
             pp_offload=offload,
             pp_offload_chunks=chunks,
             pp_offload_time=time,
-            pp_offload_transfer=transfer,
         )
     )
 
@@ -50,10 +47,10 @@ def test_off_is_the_default() -> None:
 
 def test_what_is_asked_for() -> None:
     assert asked("auto") == OffloadRequest("auto")
-    assert asked(chunks=3, transfer="dual") == OffloadRequest("3", None, "dual")
+    assert asked(chunks=3) == OffloadRequest("3")
     full = asked("full", time="0.2, 0.3")
     assert full == OffloadRequest("full", "0.2, 0.3")
-    assert full.link(4) == Link.of(4, "0.2", "0.3", "single")
+    assert full.link(4) == Link.of(4, "0.2", "0.3")
     assert asked("half", time="1/4").link(2) == Link.of(2, Fraction(1, 4))  # type: ignore[union-attr]
 
 
@@ -176,60 +173,6 @@ def test_times_of_every_stage() -> None:
 
 
 class TestOnTheMachine:
-    def test_pairs_on_different_hosts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatron_ext.integration.features.offload import measure as offload_measure
-
-        hosts = ["a", "a", "b", "c"]
-
-        def gather(value: Any, group: Any = None) -> list[Any]:
-            return [value] if group is None else [(host, None) for host in hosts]
-
-        monkeypatch.setattr(offload_measure, "gather", gather)
-        monkeypatch.setattr(offload_measure, "gather_over", lambda value, groups: [value])
-        group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
-        with pytest.raises(ConfigError) as error:
-            offload_measure.choose_transfers("paired", False, torch.device("cpu"), [group])
-        assert "ranks 2 and 3 are on different hosts (b and c)" in str(error.value)
-
-    def test_pairs_by_switch(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Four GPUs in a tree as sysfs shows it, visible in another order than behind switches."""
-        from megatron_ext.integration.features.offload import measure as offload_measure
-
-        devices = tmp_path / "sys/bus/pci/devices"
-        devices.mkdir(parents=True)
-        buses = ["0000:07:00.0", "0000:47:00.0", "0000:0f:00.0", "0000:4e:00.0"]
-        for bus, port in zip(buses, ("0000:00:01.1", "0000:40:01.1") * 2):
-            place = tmp_path / "sys/devices/pci" / port / bus
-            place.mkdir(parents=True)
-            (devices / bus).symlink_to(place)
-
-        def set_up(rank: int, known: list[str | None], planned: Link | None = None) -> Any:
-            def gather(value: Any, group: Any = None) -> list[Any]:
-                if isinstance(value, tuple):
-                    return [("here", bridges(bus, tmp_path)) for bus in known]
-                return [value] * 4
-
-            monkeypatch.setattr(offload_measure, "gather", gather)
-            monkeypatch.setattr(offload_measure, "gather_over", lambda value, groups: [value] * 4)
-            monkeypatch.setattr(offload_measure, "pci_bus_id", lambda device: known[rank])
-            group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 4)
-            found = offload_measure.choose_transfers(
-                "paired", False, torch.device("cpu"), [group], planned, tmp_path
-            )
-            found.close()
-            return found
-
-        setup = set_up(0, buses)
-        assert setup.pairs == ((0, 2), (1, 3))
-        assert setup.why == "as requested; paired by PCIe switch: ranks 0 and 2, 1 and 3"
-        link = setup.applied_to(Link.of(4, "0.25"))
-        assert (link.policy, link.pairs) == ("paired", ((0, 2), (1, 3)))
-        setup = set_up(0, [*buses[:3], None])
-        assert setup.pairs is None and "paired by number: the PCI tree cannot" in setup.why
-        # A file's plan has its pairs already.
-        setup = set_up(0, buses, Link.of(4, "0.25", policy="paired"))
-        assert setup.pairs is None and setup.why.endswith("paired as the schedule file has it")
-
     def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ranks of one host are added up; another host's do not count."""
         from megatron_ext.integration import host_memory as memory
@@ -277,7 +220,6 @@ class TestOnTheMachine:
 
     def test_least_bytes_of_a_set(self) -> None:
         """20 bytes per token and hidden element in 16 bits (PipeOffload, section 2), not 34."""
-        import torch
 
         from megatron_ext.integration.features.offload.memory import least_set_bytes
 
@@ -331,7 +273,6 @@ class TestOnTheMachine:
 
 def test_an_arena_of_the_planned_size_is_just_enough() -> None:
     """Random sets of a few sizes come and go; a byte less and one finds no place."""
-    import torch
 
     from megatron_ext.offload.arena import HostArena, arena_bytes
     from megatron_ext.offload.blocks import ALIGNMENT
@@ -368,7 +309,6 @@ def test_an_arena_of_the_planned_size_is_just_enough() -> None:
 @pytest.mark.parametrize("kind", ["wrapped", "the user's", "not hooked"])
 def test_parameters_keep_their_identity_in_backward(kind: str) -> None:
     """Without the hook a function that marks its weight marks something else."""
-    import torch
 
     from megatron_ext.integration import saved_parameters
     from megatron_ext.integration.hooks import Hooks

@@ -122,7 +122,7 @@ def trip() -> Iterator[Trip]:
         devices.append(device)
         found = PolicyFilter(policy, [model])
         store = ActivationStore(
-            Engine(device, HostArena(device.torch_device), "dual"),
+            Engine(device, HostArena(device.torch_device)),
             model.parameters,
             min_bytes=1,
             keep=found,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +53,12 @@ class FaultyDevice(CpuDevice):
         direction: Direction,
         pairs: Pairs,
         after: Sequence[Event],
-        guard: AbstractContextManager[Any] | None = None,
     ) -> HostEvent:
         def seconds() -> float:
             return 0.0 if self.faults.delay is None else self.faults.delay(direction)
 
         self._under_way = [former for former in self._under_way if former] + [pairs]
-        return super().copy(stream, direction, pairs, [*after, _Delay(seconds)], guard)
+        return super().copy(stream, direction, pairs, [*after, _Delay(seconds)])
 
     def discard(self, buffer: torch.Tensor) -> None:
         # Where somebody else still uses the memory, dropping it here frees nothing.

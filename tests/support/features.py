@@ -390,7 +390,7 @@ FEATURES = (
         "offload, half, MoE, EP 2, bf16, both overlaps",
         model=MOE + " --bf16",
         run="--expert-model-parallel-size 2 " + OVERLAP,
-        ours="--pp-offload half --pp-offload-time 0.2,0.3 --pp-offload-transfer dual",
+        ours="--pp-offload half --pp-offload-time 0.2,0.3",
         pp=2,
     ),
     Feature(
@@ -401,7 +401,7 @@ FEATURES = (
     Feature(
         "offload, full, TP 2, sequence parallel",
         run="--tensor-model-parallel-size 2 --sequence-parallel",
-        ours="--pp-offload full --pp-offload-time 0.25 --pp-offload-transfer single",
+        ours="--pp-offload full --pp-offload-time 0.25",
         pp=2,
         tolerance=1e-5,
         why=_SUM,
@@ -410,7 +410,7 @@ FEATURES = (
         "offload, full, recompute selective, ramp-up",
         run="""--recompute-granularity selective --train-samples 36
         --rampup-batch-size 4 2 24""",
-        ours="--pp-offload full --pp-offload-time 0.25 --pp-offload-transfer single",
+        ours="--pp-offload full --pp-offload-time 0.25",
         drop="--train-iters",
     ),
     Feature(

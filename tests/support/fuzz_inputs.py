@@ -164,7 +164,7 @@ def _offload_request(data: bytes) -> None:
 
     value = data.decode("utf-8", "surrogateescape")
 
-    args = dict.fromkeys(("pp_offload_chunks", "pp_offload_transfer"))
+    args = {"pp_offload_chunks": None}
     request = OffloadRequest.of(
         argparse.Namespace(pp_offload="half", pp_offload_time=value, **args)
     )

@@ -95,7 +95,6 @@ class StreamDevice(TorchDispatchMode):
     """
 
     pins_host_memory = False
-    guards_copies = False
 
     def __init__(self, eager: Sequence[str] = (COMPUTE,), **unused: Any) -> None:
         super().__init__()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from .. import grid
-from ..actions import Action, AnyAction, Op
+from ..actions import Action, AnyAction, Op, Operation
 from ..costs import Costs
 from ..effects import MESSAGES, given, inputs, passes
 from ..schedule import Schedule, ScheduleError
@@ -45,8 +45,8 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     messages between one ordered pair of ranks sent and received in the same order, and an execution
     in which every SEND blocks until the peer stands at the matching RECV finishes. With offload
     also: every OFFLOAD has its RELEASE, PREPARE and RELOAD, between its F and its B and in this
-    order, and in simulated time no copy starts before what it needs or meets another one on what
-    they share (see ``Link.uses``). With a sharded vocabulary also: see ``check_passes`` and
+    order, and in simulated time no copy starts before what it needs, or meets another of its rank
+    in its direction. With a sharded vocabulary also: see ``check_passes`` and
     ``check_collectives``.
 
     Args:
@@ -255,10 +255,10 @@ def _check_offload(schedule: Schedule, where: _Where) -> None:
 
 
 def _check_copies(run: Simulation) -> Transfers:
-    """In simulated time: no two copies at once on what they share, none too early or too late."""
+    """In simulated time: no two copies of a rank one way at once, none too early or too late."""
     transfers = run.transfers
     assert transfers is not None
-    until: dict[Hashable, tuple[int, Action]] = {}
+    until: dict[tuple[int, Operation], tuple[int, Action]] = {}
     copies = [(copy, rank) for rank, row in enumerate(transfers.copies) for copy in row]
     begin: dict[Action, int] = {}
     for row, starts, ends in zip(run.schedule.ranks, run.start, run.end):
@@ -268,13 +268,12 @@ def _check_copies(run: Simulation) -> Transfers:
     home: dict[tuple[int, int], int] = {}  # end of the set's OFFLOAD
     for copy, rank in sorted(copies, key=lambda c: (c[0].start, c[0].end)):
         op, stage, j = copy.action
-        for key in transfers.link.uses(rank, op is Op.OFFLOAD):
-            busy, other = until.get(key, (0, copy.action))
-            if busy > copy.start:
-                raise ScheduleError(
-                    f"rank {rank}: the copies of {copy.action} and {other} overlap in time"
-                )
-            until[key] = copy.end, copy.action
+        busy, other = until.get((rank, op), (0, copy.action))
+        if busy > copy.start:
+            raise ScheduleError(
+                f"rank {rank}: the copies of {copy.action} and {other} overlap in time"
+            )
+        until[rank, op] = copy.end, copy.action
         if op is Op.OFFLOAD:
             home[stage, j] = copy.end
             good = begin[Action(Op.F, stage, j)] <= copy.start

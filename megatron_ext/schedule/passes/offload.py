@@ -8,7 +8,7 @@ as they would run without them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -97,7 +97,7 @@ def offload(
 
     Args:
         schedule: whose compute actions are taken, in their order; other actions are dropped.
-        link: the transfer times of every rank or stage, and what they share.
+        link: the transfer times of every rank or stage.
         chunks: how many of a rank's chunks: a number, ``half`` (rounded up) or ``full``, which
             may stall where their link cannot carry so much; or ``auto``, on every rank what
             brings its peak lowest while no pass waits, and of several such plans most sets.
@@ -113,12 +113,7 @@ def offload(
     planner = _Planner(base, link, times)
     if wanted is not None:
         return planner.forced(wanted)
-    # With a shared link a copy may meet another rank's: then with more slack, at last with less.
-    for slack, most in ((0, 8), (1, 8), (2, 8), (3, 8), (3, 6), (3, 4), (3, 2), (3, 1)):
-        plan = planner.free(Fraction(most * base.chunks, 8), slack, most_sets)
-        if not plan.stall:
-            return plan
-    return planner.forced(Fraction(0))
+    return planner.free(most_sets)
 
 
 _STOP_AFTER = 6  # shares in a row that are no better
@@ -145,10 +140,6 @@ class _Planner:
         durations = times.durations._replace(hop=hop)
         self.passes = _late_forwards(base, self.passes, durations, margin)
         self.sets = [self._sets_of(rank) for rank in range(base.pp)]
-        groups: dict[int, list[int]] = {}
-        for rank in range(base.pp):
-            groups.setdefault(link.group(rank), []).append(rank)
-        self.groups = list(groups.values())
         self.order = [self._by_lifespan(rank) for rank in range(base.pp)]
 
     def _sets_of(self, rank: int) -> list[ActivationSet]:
@@ -175,10 +166,9 @@ class _Planner:
         """Of a unit's set, in parts of a whole one."""
         return 1 if self.units is None else self.units[unit].size
 
-    def _peaks(self, group: Sequence[int], placing: Placing) -> list[int]:
-        """Most on the device of each rank, in parts of a whole set."""
-        rows = [self.row(rank, placing) for rank in group]
-        return peak_sets(rows, self.units)
+    def _peak(self, rank: int, placing: Placing) -> int:
+        """Most on the rank's device, in parts of a whole set."""
+        return peak_sets([self.row(rank, placing)], self.units)[0]
 
     def _by_lifespan(self, rank: int) -> list[int]:
         """The rank's stages, longest mean lifespan first, the earlier stage of equals."""
@@ -196,12 +186,9 @@ class _Planner:
         slices = self.base.slices
         return [i for i in self.sets[rank] if _is_in(share[i.stage], i.microbatch, slices)]
 
-    def attempts(
-        self, group: Sequence[int], chunks: Fraction, slack: int, pace: Fraction = Fraction(1)
-    ) -> Iterator[Placing]:
-        """Placings of the same sets. ``pace`` > 1: as if the link were that much faster."""
-        chosen = [item for rank in group for item in self.chosen(rank, chunks)]
-        passes = {rank: self.passes[rank] for rank in group}
+    def placing(self, rank: int, chunks: Fraction, pace: Fraction = Fraction(1)) -> Placing:
+        """Copies of so many chunks' sets. ``pace`` > 1: as if the link were that much faster."""
+        chosen, passes = self.chosen(rank, chunks), self.passes[rank]
         if pace != 1:  # in integers, time goes slower for the passes instead
             up, down = pace.numerator, pace.denominator
             chosen = [
@@ -213,106 +200,86 @@ class _Planner:
                 )
                 for item in chosen
             ]
-            passes = {
-                rank: Passes([t * up for t in p.start], [t * up for t in p.end])
-                for rank, p in passes.items()
-            }
-        slack *= max((max(item.d2h, item.h2d) for item in chosen if item.travels), default=0)
-        for grid in (False, True):
-            for mirrored in (False, True):
-                yield Placing(chosen, passes, self.link.uses, grid, mirrored, slack)
+            passes = Passes([t * up for t in passes.start], [t * up for t in passes.end])
+        return Placing(chosen, passes)
 
-    def free(self, limit: Fraction, slack: int, most_sets: int | None) -> OffloadPlan:
-        """At most ``limit`` chunks a rank, no pass waits in the plan of the group."""
+    def free(self, most_sets: int | None) -> OffloadPlan:
+        """Of every rank what brings its peak lowest, or under ``most_sets``; no pass waits."""
+        ranks = range(self.base.pp)
         if most_sets is not None:
-            return self.plan([self._fitting(g, limit, slack, most_sets) for g in self.groups])
-        return self.plan([self._lowest(group, limit, slack) for group in self.groups])
+            return self.plan([self._fitting(rank, most_sets) for rank in ranks])
+        return self.plan([self._lowest(rank) for rank in ranks])
 
-    def _lowest(self, group: Sequence[int], limit: Fraction, slack: int) -> Placing:
-        """The lowest peaks, and of several such most sets."""
-        best: tuple[tuple[int, int, int], Placing] | None = None
+    def _lowest(self, rank: int) -> Placing:
+        """The lowest peak, and of several such most sets."""
+        best: tuple[tuple[int, int], Placing] | None = None
         since = 0  # shares without a better one
-        for chunks in reversed(self._shares(limit)):
-            load = self._load(group, chunks)
+        for chunks in reversed(self._shares()):
+            load = self._load(rank, chunks)
             if load > _CROWDED:
                 continue
-            tried = list(self.attempts(group, chunks, slack))
+            placing = self.placing(rank, chunks)
+            score = self._peak(rank, placing), -len(placing.placed)
             since += 1
-            for placing in tried:
-                score = self._score(group, placing)
-                if best is None or score < best[0]:
-                    best, since = (score, placing), 0
-            if since == _STOP_AFTER or (
-                load <= _EASY and not all(placing.full for placing in tried)
-            ):
+            if best is None or score < best[0]:
+                best, since = (score, placing), 0
+            if since == _STOP_AFTER or (load <= _EASY and not placing.full):
                 break  # the link is no longer what is short
         assert best is not None  # no chunk at all is one of the shares
         return best[1]
 
-    def _fitting(
-        self, group: Sequence[int], limit: Fraction, slack: int, most_sets: int
-    ) -> Placing:
+    def _fitting(self, rank: int, most_sets: int) -> Placing:
         """The first share that fits; else what exceeds the cap least."""
         best: tuple[int, Placing] | None = None
-        for chunks in self._shares(limit):
-            for placing in self.attempts(group, chunks, slack):
-                over = max(self._peaks(group, placing)) - most_sets * self.whole
-                if best is None or over < best[0]:
-                    best = over, placing
-                if over <= 0:
-                    return placing
+        for chunks in self._shares():
+            placing = self.placing(rank, chunks)
+            over = self._peak(rank, placing) - most_sets * self.whole
+            if best is None or over < best[0]:
+                best = over, placing
+            if over <= 0:
+                break
         assert best is not None
         return best[1]
 
-    def _shares(self, limit: Fraction) -> list[Fraction]:
-        """Chunks to try, from none to ``limit``: in eighths; of more than two, coarser."""
-        step = Fraction(1, 8 if self.base.chunks <= 2 else 4 if self.base.chunks <= 4 else 2)
-        return [step * i for i in range(int(limit / step) + 1)]
+    def _shares(self) -> list[Fraction]:
+        """Chunks to try, from none to all: in eighths; of more than two, coarser."""
+        chunks = self.base.chunks
+        step = Fraction(1, 8 if chunks <= 2 else 4 if chunks <= 4 else 2)
+        return [step * i for i in range(int(chunks / step) + 1)]
 
     def forced(self, chunks: Fraction) -> OffloadPlan:
         """So many chunks on every rank; more than the link carries are planned at its pace."""
-        best: list[Placing] = []
-        for group in self.groups:
-            pace = max(Fraction(1), self._load(group, chunks))
-            tried = self.attempts(group, chunks, 0, pace)
-            best.append(min(tried, key=lambda placing: self._score(group, placing)))
-        return self.plan(best)
+        return self.plan(
+            [
+                self.placing(rank, chunks, max(Fraction(1), self._load(rank, chunks)))
+                for rank in range(self.base.pp)
+            ]
+        )
 
-    def _score(self, group: Sequence[int], placing: Placing) -> tuple[int, int, int]:
-        """Lower is better: the highest peak of the group, all its peaks, then more sets."""
-        held = self._peaks(group, placing)
-        return max(held), sum(held), -len(placing.placed)
-
-    def _load(self, group: Sequence[int], chunks: Fraction) -> Fraction:
-        """The share of its time, maybe more than 1, that the link of ``group`` is asked for."""
-        load: dict[object, int] = {}
-        items = [item for rank in group for item in self.chosen(rank, chunks)]
-        items = [item for item in items if item.travels]
+    def _load(self, rank: int, chunks: Fraction) -> Fraction:
+        """The share of its time, maybe more than 1, that the busier direction of the rank's link is
+        asked for."""
+        items = [item for item in self.chosen(rank, chunks) if item.travels]
         if not items:
             return Fraction(0)
-        for item in items:
-            for key in self.link.uses(item.rank, True):
-                load[key] = load.get(key, 0) + item.d2h
-            for key in self.link.uses(item.rank, False):
-                load[key] = load.get(key, 0) + item.h2d
+        load = max(sum(item.d2h for item in items), sum(item.h2d for item in items))
         span = max(i.needed_at for i in items) - min(i.saved_at for i in items)
         # A sixteenth up: keeps the integers small.
-        return Fraction(-(-16 * max(load.values()) // span), 16)
+        return Fraction(-(-16 * load // span), 16)
 
     def row(self, rank: int, placing: Placing) -> Row:
         """The rank's passes with the offload actions between them."""
         out: list[AnyAction] = []
         passes, at = self.base.ranks[rank], 0
-        for position, action in placing.actions(rank):
+        for position, action in placing.actions():
             out += passes[at:position]
             out.append(action)
             at = position
         return (*out, *passes[at:])
 
     def plan(self, placings: Sequence[Placing]) -> OffloadPlan:
-        """Put the groups' placings together and simulate them."""
-        of_rank = {rank: p for group, p in zip(self.groups, placings) for rank in group}
-        ranks = [self.row(rank, of_rank[rank]) for rank in range(self.base.pp)]
+        """Put the ranks' placings together and simulate them."""
+        ranks = [self.row(rank, placing) for rank, placing in enumerate(placings)]
         moved = [[0] * self.base.chunks for _ in ranks]
         kept: list[Counter[str]] = [Counter() for _ in ranks]
         for placing in placings:

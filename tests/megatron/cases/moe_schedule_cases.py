@@ -82,7 +82,7 @@ for _name, _schedule, _strategy, _chunks in (
     ("zb-h1-s1-offload/3s", "zb-h1", "s1", 1),
     ("zb-h1-s0-offload/3", "zb-h1", "s0", 1),
 ):
-    _offload = OffloadRequest("full", "0.25", "dual")
+    _offload = OffloadRequest("full", "0.25")
     CASES[_name] = _case(_schedule, "", (3, _strategy), chunks=_chunks, offload=_offload)
 
 

@@ -32,8 +32,8 @@ from megatron_ext.schedule.placement import Placement
 from tests.support.faulty_device import Faults, FaultyDevice
 
 
-def _request(wanted: str, policy: str | None, time: str | None = "0.25") -> OffloadRequest:
-    return OffloadRequest(wanted, time, policy)
+def _request(wanted: str, time: str | None = "0.25") -> OffloadRequest:
+    return OffloadRequest(wanted, time)
 
 
 _SEQUENTIAL_MOE = wgrad_cases.CASES["stock/moe"]["config"]
@@ -52,45 +52,45 @@ _MODELS: dict[str, dict[str, Any]] = {
     "moe": {"config": _SEQUENTIAL_MOE},
     "fusion": {"config": _FUSED},
 }
-# (schedule, model, how much, policy) with copies of a quarter of F+B+W, and what else differs.
-_OURS: list[tuple[str, str, str, str | None, dict[str, Any]]] = [
-    ("1f1b", "", "full", "single", {}),
-    ("interleaved", "interleaved", "half", "dual", _TWO),
-    ("zb-h1", "", "auto", "single", {}),
-    ("interleaved-zb", "", "full", "dual", _TWO),
-    ("v-min", "", "half", "single", _TWO),
-    ("v-half", "", "full", "paired", _TWO),
-    ("v-zb", "", "full", "single", {**_TWO, "evaluate": True}),
-    ("v-cap", "", "1", "dual", {**_TWO, "cap": "0.875"}),
-    ("gis", "", "1", "single", _TWO),
-    ("gis-h", "", "full", "single", _TWO),
-    ("po", "", "half", "dual", _TWO),
-    ("v-half", "m3", "auto", "single", _TWO),
-    ("1f1b", "fusion", "full", "single", {}),
-    ("v-zb", "fusion", "full", "single", _TWO),
-    ("zb-h1", "overlap-bf16", "full", "dual", {}),
-    ("v-half", "overlap-bf16", "auto", "single", _TWO),
-    ("v-half", "tied", "full", "single", _TWO),
-    ("v-half", "lengths", "full", "dual", _TWO),
-    ("interleaved-zb", "recompute", "full", "single", _TWO),
-    ("v-half", "moe", "full", "single", _TWO),
+# (schedule, model, how much) with copies of a quarter of F+B+W, and what else differs.
+_OURS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("1f1b", "", "full", {}),
+    ("interleaved", "interleaved", "half", _TWO),
+    ("zb-h1", "", "auto", {}),
+    ("interleaved-zb", "", "full", _TWO),
+    ("v-min", "", "half", _TWO),
+    ("v-half", "", "full", _TWO),
+    ("v-zb", "", "full", {**_TWO, "evaluate": True}),
+    ("v-cap", "", "1", {**_TWO, "cap": "0.875"}),
+    ("gis", "", "1", _TWO),
+    ("gis-h", "", "full", _TWO),
+    ("po", "", "half", _TWO),
+    ("v-half", "m3", "auto", _TWO),
+    ("1f1b", "fusion", "full", {}),
+    ("v-zb", "fusion", "full", _TWO),
+    ("zb-h1", "overlap-bf16", "full", {}),
+    ("v-half", "overlap-bf16", "auto", _TWO),
+    ("v-half", "tied", "full", _TWO),
+    ("v-half", "lengths", "full", _TWO),
+    ("interleaved-zb", "recompute", "full", _TWO),
+    ("v-half", "moe", "full", _TWO),
 ]
 
 CASES: dict[str, dict[str, Any]] = {}
 for name, model in _MODELS.items():
     CASES[f"stock/{name}"] = {"pp": 4, **model, "overlap": False}
-for schedule, name, wanted, policy, more in _OURS:
+for schedule, name, wanted, more in _OURS:
     CASES[f"{schedule}/{name}"] = {
         "pp": 4,
         **_MODELS[name],
         "iterations": 3,
         **more,
         "schedule": schedule,
-        "offload": _request(wanted, policy),
+        "offload": _request(wanted),
     }
-# Nothing is given: policy and times are measured; times of passes and rates are then replaced by
+# Nothing is given: times are measured; times of passes and rates are then replaced by
 # steady ones, so that every stage's bytes decide.
-CASES["v-half/measured"] = {**CASES["v-half/"], "offload": _request("auto", None, None)}
+CASES["v-half/measured"] = {**CASES["v-half/"], "offload": _request("auto", None)}
 # A file says all.
 _FILE = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
 CASES["file/"] = {"pp": 4, **_TWO, "iterations": 3, "schedule": "FILE", "file": _FILE}
@@ -107,7 +107,7 @@ CASES["v-cap/profiled"] = {
     **_PROFILED,
     "schedule": "v-cap",
     "cap": "0.75",
-    "offload": _request("auto", None, None),
+    "offload": _request("auto", None),
 }
 _HEAVY = [[2, 2, 2]] * 7 + [[3, 3, 3]]
 

@@ -224,7 +224,7 @@ def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=1)
     parallel_state.initialize_model_parallel()
     device = CpuDevice()
-    engine = Engine(device, HostArena(device.torch_device, 0, 1), "single")
+    engine = Engine(device, HostArena(device.torch_device, 0, 1))
     found = run(name, ActivationStore(engine, min_bytes=1024))
     found["moved_bytes"] = engine.counters.bytes_to_host
     engine.close()

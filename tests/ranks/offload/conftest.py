@@ -14,8 +14,8 @@ if importlib.util.find_spec("torch") is None:
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Any]]:
-    """``make_engine(policy, arena_bytes=0, expected_sets=1, link_lock=None, skip_edges=(),
-    device_class=FaultyDevice, **device)``: an engine that is closed after the test."""
+    """``make_engine(arena_bytes=0, expected_sets=1, skip_edges=(), device_class=FaultyDevice,
+    **device)``: an engine that is closed after the test."""
     from megatron_ext.offload.arena import HostArena
     from megatron_ext.offload.engine import Engine
     from tests.support.faulty_device import FaultyDevice
@@ -24,17 +24,15 @@ def make_engine() -> Iterator[Callable[..., Any]]:
     engines = []
 
     def make(
-        policy: str = "single",
         arena_bytes: int = 0,
         expected_sets: int = 1,
-        link_lock: Any = None,
         skip_edges: Any = (),
         device_class: Any = FaultyDevice,
         **device: Any,
     ) -> Any:
         on = device_class(**device)
         arena = HostArena(on.torch_device, arena_bytes, expected_sets)
-        engines.append(Engine(on, arena, policy, link_lock))
+        engines.append(Engine(on, arena))
         if skip_edges:
             leave_out(engines[-1], skip_edges)
         return engines[-1]

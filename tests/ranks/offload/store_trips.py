@@ -18,7 +18,7 @@ KEY = (0, 0)
 def make_store(make_engine: Any, *resident: torch.Tensor, **kwargs: Any) -> ActivationStore:
     """Poisons what it frees; every copy takes a moment."""
     faults = Faults(delay=lambda way: 0.001, poison=True)
-    engine = make_engine(kwargs.pop("policy", "dual"), faults=faults)
+    engine = make_engine(faults=faults)
     kwargs.setdefault("min_bytes", 1)
     engine.device.torch_device = torch.device(kwargs.pop("device_type", "cpu"))
     return ActivationStore(engine, lambda: resident, **kwargs)

@@ -7,9 +7,6 @@ wrong numbers in one of them (mutation check).
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +14,7 @@ import pytest
 import torch
 
 from megatron_ext.offload.device import Direction
-from megatron_ext.offload.engine import EDGES, Engine, FileLinkLock
-from megatron_ext.offload.errors import OffloadConfigError
+from megatron_ext.offload.engine import EDGES, Engine
 from tests.support.faulty_device import Faults
 from tests.support.streams import COMPUTE, COPIES, StreamDevice
 
@@ -133,9 +129,9 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def _bench(make_engine: Any, policy: str = "single", **kwargs: Any) -> Bench:
+def _bench(make_engine: Any, **kwargs: Any) -> Bench:
     # Room for one set on the host, so that a second one has to take its place.
-    engine = make_engine(policy, arena_bytes=NBYTES, device_class=StreamDevice, **kwargs)
+    engine = make_engine(arena_bytes=NBYTES, device_class=StreamDevice, **kwargs)
     engine.arena.seal()
     return Bench(engine)
 
@@ -146,23 +142,21 @@ def _right(make_engine: Any, edge: str, eager: Any, **kwargs: Any) -> bool:
     return bench.right()
 
 
-@pytest.mark.parametrize("policy", ["single", "dual"])
 @pytest.mark.parametrize("edge", EDGES)
-def test_right_with_all_edges(make_engine, edge, policy):
+def test_right_with_all_edges(make_engine, edge):
     for eager in EAGER:
-        assert _right(make_engine, edge, eager, policy=policy), f"early: {eager}"
+        assert _right(make_engine, edge, eager), f"early: {eager}"
 
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_wrong_without_the_edge(make_engine, edge):
-    # Full duplex: a single stream keeps some of the order by itself.
-    results = [_right(make_engine, edge, e, policy="dual", skip_edges=[edge]) for e in EAGER]
+    results = [_right(make_engine, edge, e, skip_edges=[edge]) for e in EAGER]
     assert not all(results), f"without {edge} ({EDGES[edge]}) the numbers were right"
 
 
 def test_the_host_never_waits(make_engine):
     """All work of a set's life is issued while its first pass has not even run."""
-    bench = _bench(make_engine, "dual", eager=())
+    bench = _bench(make_engine, eager=())
     life(bench)
     assert bench.device.launched() and not bench.device.done()
     assert bench.right()
@@ -194,56 +188,3 @@ def test_a_failed_copy_is_reported_where_it_is_waited_for(make_engine):
     with pytest.raises(RuntimeError, match="link down"):
         engine.synchronize()
     engine.device.synchronize()
-
-
-def test_pairs_never_go_the_same_way_at_once(make_engine, tmp_path):
-    """Two ranks that share a link; without a lock their copies overlap."""
-
-    def most(locked: bool) -> int:
-        """Copies of one direction at a time; without a lock each waits for the other rank's."""
-        meetings = {way: threading.Barrier(2) for way in Direction}
-        present: Counter[Direction] = Counter()
-        counts, lock = [], threading.Lock()
-
-        class Link(dict[Direction, float]):
-            """Is asked for its rate by every copy, while that is under way."""
-
-            def get(self, way: Direction, default: Any = None) -> Any:
-                with lock:
-                    present[way] += 1
-                    counts.append(present[way])
-                time.sleep(0.01) if locked else meetings[way].wait(60)
-                with lock:
-                    present[way] -= 1
-                return None
-
-        engines = []
-        for _ in range(2):
-            engine = make_engine(
-                "paired" if locked else "single",
-                link_lock=FileLinkLock(tmp_path) if locked else None,
-                throttle_bytes_per_second=Link(dict.fromkeys(Direction, 1e6)),
-            )
-            engines.append(engine)
-        events = []
-        for _ in range(3):
-            for engine in engines:
-                ticket = engine.produced()
-                assert engine.offload(ticket, [torch.ones(20_000, dtype=torch.uint8)])
-                buffers = engine.prepare(ticket)
-                engine.reload(ticket, buffers)
-                events += [ticket.sent, ticket.arrived]
-        for event in events:
-            event.synchronize()
-        assert len(counts) == len(events)
-        return max(counts)
-
-    assert most(locked=False) == 2
-    assert most(locked=True) == 1
-
-
-def test_policies_are_checked(make_engine):
-    with pytest.raises(OffloadConfigError, match="paired needs a neighbour"):
-        make_engine("paired")
-    with pytest.raises(ValueError, match="triple"):
-        make_engine("triple")

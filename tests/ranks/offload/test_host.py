@@ -16,10 +16,9 @@ from megatron_ext.offload import arena as arena_module
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.blocks import ALIGNMENT, padded
 from megatron_ext.offload.device import CpuDevice, Direction, HostEvent
-from megatron_ext.offload.engine import Policy
 from megatron_ext.offload.host import bound_to_numa_node, pci_bus_id
 from megatron_ext.offload.host_memory import available_host_bytes
-from megatron_ext.offload.rates import Rates, choose_policy, measure_rates
+from megatron_ext.offload.rates import measure_rates
 
 CPU = torch.device("cpu")
 BUS = "0000:3b:00.0"
@@ -164,18 +163,6 @@ def test_rates_are_measured():
     assert rates.to_host <= 2.01e6 and rates.to_device <= 4.01e6
     assert rates.to_host > 0 and rates.to_device > 0
     assert rates.to_host_together <= 2.01e6 and rates.to_device_together <= 4.01e6
-
-
-def test_the_policy_follows_the_rates():
-    duplex = Rates(25e9, 25e9, 24e9, 24e9)
-    shared = Rates(25e9, 25e9, 13e9, 12e9)
-    assert choose_policy(duplex)[0] is Policy.DUAL
-    policy, reason = choose_policy(shared)
-    assert policy is Policy.SINGLE and "0.96 times" in reason
-    crowded = Rates(12e9, 13e9, 12e9, 12e9)
-    policy, reason = choose_policy(duplex, crowded)
-    assert policy is Policy.PAIRED and "2.08 times" in reason
-    assert choose_policy(duplex, Rates(24e9, 24e9, 24e9, 24e9))[0] is Policy.DUAL
 
 
 def test_pinned_memory_is_unpinned_however_an_arena_ends(monkeypatch):

@@ -70,7 +70,7 @@ def test_memory_of_which_less_than_half_is_needed_stays(make_engine, columns, tr
 
 def test_later_sets_may_differ(make_engine):
     """Lengths, dtypes, views and the number of tensors change; places on the host are the same."""
-    store = make_store(make_engine, policy="single")
+    store = make_store(make_engine)
     functions = [
         lambda x: x.exp() * x,
         lambda x: x.double().exp().float().t(),

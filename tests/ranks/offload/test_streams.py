@@ -54,7 +54,7 @@ def test_another_stream_may_use_reloaded_memory_late(make_engine, eager):
     model, x = Experts(), tensor(ROWS, HIDDEN)
     model(x).backward()
     expected = grads_of(model, x)
-    engine = make_engine("dual", expected_sets=2, device_class=StreamDevice, eager=eager)
+    engine = make_engine(expected_sets=2, device_class=StreamDevice, eager=eager)
     store = ActivationStore(engine, model.parameters, min_bytes=1)
     inputs = [tensor(ROWS, HIDDEN) for _ in range(2)]
     with engine.device:
@@ -79,7 +79,7 @@ def test_another_stream_may_use_reloaded_memory_late(make_engine, eager):
 @pytest.mark.parametrize("eager", EAGER, ids=lambda names: ", ".join(names) or "none")
 def test_unused_memory_waits_for_its_reload(make_engine, eager):
     """A part of the set is used on another stream only; nobody uses the rest."""
-    engine = make_engine("dual", device_class=StreamDevice, eager=eager)
+    engine = make_engine(device_class=StreamDevice, eager=eager)
     store = ActivationStore(engine, min_bytes=1)
     x = tensor(ROWS, HIDDEN)
     with engine.device as device:

@@ -108,13 +108,13 @@ OFFLOAD = ["--offload", "auto", "--offload-time", 0.25]
 
 def test_compare_with_offload_is_simulate_with_offload(run):
     argv = ["--pp", 4, "--microbatches", 8, "--offload", "half", "--offload-time", "0.2,0.3"]
-    data = answer(run, "compare", *argv, "--offload-transfer", "dual")
-    head = ["offload", "offload_time", "offload_transfer", "schedules", "impossible"]
+    data = answer(run, "compare", *argv)
+    head = ["offload", "offload_time", "schedules", "impossible"]
     assert list(data)[3:] == head
-    assert [data[field] for field in head[:3]] == ["half", "0.2,0.3", "dual"]
+    assert [data[field] for field in head[:2]] == ["half", "0.2,0.3"]
     assert {row["schedule"] for row in data["schedules"]} == set(NAMES)
     for row in (row for row in data["schedules"] if row["schedule"] in KINDS):
-        alone = ["simulate", "--json", "--schedule", row["schedule"], "--offload-transfer", "dual"]
+        alone = ["simulate", "--json", "--schedule", row["schedule"]]
         expected = json.loads(run(*alone, *argv)[1])
         without = json.loads(run(*alone[:4], *argv[:4])[1])["peak_activation"]
         assert row.pop("peak_activation_without_offload") == max(without)

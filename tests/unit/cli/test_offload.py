@@ -27,7 +27,7 @@ def test_offload_json_is_the_contract(run):
 
 
 def test_offload_table(run):
-    out = run("simulate", *options("po", 4, 16), *OFFLOAD, "--offload-transfer", "dual")[1]
+    out = run("simulate", *options("po", 4, 16), *OFFLOAD)[1]
     assert "  offloaded        64 activation sets, stall 0\n" in out
     assert "  note             64 activation sets are offloaded; 64 stay" in out
 
@@ -37,7 +37,6 @@ def test_offload_goes_into_the_file(run, tmp_path):
     made = run("schedule", *options("v-half", 4, 8), *OFFLOAD, "--output", path)
     assert made[0] == 0
     data = json.loads(path.read_text())
-    assert data["offload"]["transfer"] == "single"
     assert data["offload"]["to_host"] == data["offload"]["to_device"] == [0.25] * 4
     ops = {text.rstrip("0123456789.") for row in data["ranks"] for text in row}
     assert {"OFFLOAD", "RELEASE", "PREPARE", "RELOAD", "F", "B", "W"} <= ops

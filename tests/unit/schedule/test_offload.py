@@ -30,17 +30,15 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule.effects import passes
 from megatron_ext.schedule.generators.blocks import gis_peak
-from megatron_ext.schedule.io import from_json, load, save
-from megatron_ext.schedule.link import POLICIES
-from megatron_ext.schedule.passes import placing
+from megatron_ext.schedule.io import load, save
 from megatron_ext.schedule.passes.offload import FULL, SHORT, SPARE, offload, wanted_chunks
 from tests.support.grids import sampled
 
 JOURNEY = (Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD)
 
 
-def plan_of(schedule: Schedule, time: str | Fraction, chunks="auto", policy="single", **options):
-    return offload(schedule, Link.of(schedule.pp, time, policy=policy), chunks, **options)
+def plan_of(schedule: Schedule, time: str | Fraction, chunks="auto", **options):
+    return offload(schedule, Link.of(schedule.pp, time), chunks, **options)
 
 
 def rest(p: int, v: int, n: int) -> int:
@@ -77,7 +75,8 @@ def test_small_case_by_hand() -> None:
     base = Schedule("hand", Placement.loop(2), 2, ranks)
     plan = plan_of(base, "0.25", "full")
     assert [" ".join(map(str, row)) for row in plan.schedule.ranks] == [
-        "F0.0 OFFLOAD0.0 RELEASE0.0 F0.1 PREPARE0.0 RELOAD0.0 BW0.0 BW0.1",
+        "F0.0 OFFLOAD0.0 RELEASE0.0 F0.1 PREPARE0.0 RELOAD0.0 OFFLOAD0.1 RELEASE0.1 BW0.0 "
+        "PREPARE0.1 RELOAD0.1 BW0.1",
         rows[1],
     ]
     run = simulate(plan.schedule)
@@ -86,11 +85,13 @@ def test_small_case_by_hand() -> None:
     assert [(str(c.action), c.start, c.end) for c in run.transfers.copies[0]] == [
         ("OFFLOAD0.0", 4, 7),
         ("RELOAD0.0", 11, 14),
+        ("OFFLOAD0.1", 11, 14),
+        ("RELOAD0.1", 24, 27),
     ]
-    assert run.transfers.moments[0] == [4, 7, 11, 11]
-    assert run.memory_curve(0) == [(0, 1), (7, 1), (11, 2), (24, 1), (36, 0)]
+    assert run.transfers.moments[0] == [4, 7, 11, 11, 11, 14, 24, 24]
+    assert run.memory_curve(0) == [(0, 1), (7, 1), (11, 2), (14, 1), (24, 1), (36, 0)]
     assert (run.makespan, run.transfers.stall, run.peak_sets) == (9, 0, [2, 1])
-    assert run.peak_host_activation == [1, 0]
+    assert run.peak_host_activation == [2, 0]
     assert_good(plan, base)
 
 
@@ -135,32 +136,30 @@ def test_s3_slower_links() -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), sampled([(4, 9), (3, 5)], [(3, 5)]))
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_s4_s5_every_schedule_and_policy(name: str, policy: str, p: int, m: int) -> None:
+def test_s4_s5_every_schedule(name: str, p: int, m: int) -> None:
     base = generate(name, p, m)
     for chunks in ("auto", "half", "full"):
-        plan = plan_of(base, "0.25", chunks, policy)
+        plan = plan_of(base, "0.25", chunks)
         assert_good(plan, base)
         assert plan.stall == 0 or chunks != "auto"
 
 
-def test_links_are_shared_as_the_policy_says() -> None:
-    base = generate("po", 5, 20, 2)
-    for policy in POLICIES:
-        run = simulate(plan_of(base, "0.4", "full", policy).schedule)
-        assert run.transfers is not None
-        ranks = run.transfers.copies
-        for row in ranks:
-            for one, other in itertools.pairwise(row):
-                same = one.action.op is other.action.op
-                assert other.start >= one.end or (policy == "dual" and not same)
-        for even, odd in ((0, 1), (2, 3)):
-            both = sorted((c.start, c.end, c.action.op.value) for c in ranks[even] + ranks[odd])
-            for op in ("OFFLOAD", "RELOAD"):
-                mine = [c for c in both if c[2] == op]
-                apart = all(b[0] >= a[1] for a, b in itertools.pairwise(mine))
-                assert apart or policy != "paired"
+def test_a_direction_has_one_copy_at_a_time() -> None:
+    run = simulate(plan_of(generate("po", 5, 20, 2), "0.4", "full").schedule)
+    assert run.transfers is not None
+    for row in run.transfers.copies:
+        assert [c.start for c in row] == sorted(c.start for c in row)
+        for op in (Op.OFFLOAD, Op.RELOAD):
+            mine = [c for c in row if c.action.op is op]
+            assert all(b.start >= a.end for a, b in itertools.pairwise(mine))
+
+
+def test_slices_are_offloaded_without_a_stall() -> None:
+    base = generate("v-half", 4, 8, costs=Costs.of(7, 11, 13, 1), slices=3)
+    plan = plan_of(base, "0.125")
+    assert_good(plan, base)
+    assert plan.stall == 0 and all(map(any, plan.moved))
 
 
 def test_s7_scale_changes_nothing() -> None:
@@ -206,7 +205,7 @@ def test_random(requests: int) -> None:
         costs = Costs.of(1, rng.choice(["1", "0.98", "1.5"]), rng.choice(["0.7", 1]), "0.05")
         base = generate(name, p, m, v, costs)
         times = [[rng.choice(["0.05", "0.25", "0.33", 1]) for _ in range(p)] for _ in "ab"]
-        link = Link.of(p, *times, policy=rng.choice(POLICIES))
+        link = Link.of(p, *times)
         chunks = rng.choice(["auto", "half", "full", 1])
         plan = offload(base, link, chunks)
         assert_good(plan, base)
@@ -231,12 +230,10 @@ def test_random_orders_with_random_offloads_obey_the_link() -> None:
                     for shift, (spot, step) in enumerate(zip(spots, JOURNEY)):
                         out.insert(spot + shift, Action(step, stage, j))
             rows.append(out)
-        for policy in POLICIES:
-            link = Link.of(4, "0.7", "0.4", policy)
-            schedule = replace(base.with_ranks(rows), link=link)
-            report = check(schedule)
-            assert check(lower(schedule)) == report
-            assert simulate(schedule).makespan >= simulate(base).makespan
+        schedule = replace(base.with_ranks(rows), link=Link.of(4, "0.7", "0.4"))
+        report = check(schedule)
+        assert check(lower(schedule)) == report
+        assert simulate(schedule).makespan >= simulate(base).makespan
 
 
 @pytest.mark.parametrize("p", sampled((8, 16)))
@@ -253,9 +250,9 @@ def test_v_half_with_offload_is_below_v_min_as_fast_as_v_half(p: int) -> None:
 
 
 def test_more_than_the_link_carries() -> None:
-    """Full with k = 2 stalls by about what is too much; auto takes less and does not."""
+    """Full stalls by about what is too much; auto takes less and does not."""
     base = generate("po", 4, 32, 4)
-    full, auto = plan_of(base, 1, "full"), plan_of(base, 1, "auto")
+    full, auto = plan_of(base, 2, "full"), plan_of(base, 2, "auto")
     without = simulate(base).makespan
     assert full.stall > 0 == auto.stall
     assert simulate(full.schedule).makespan < 2.3 * without
@@ -305,7 +302,7 @@ def test_host_holds_what_left() -> None:
 
 
 def test_a_file_holds_the_plan(tmp_path) -> None:
-    schedule = lower(plan_of(generate("po", 4, 8), "0.25", "half", "paired").schedule)
+    schedule = lower(plan_of(generate("po", 4, 8), "0.25", "half").schedule)
     save(schedule, tmp_path / "s.json")
     again = load(tmp_path / "s.json")
     assert again.link == schedule.link
@@ -367,7 +364,6 @@ def test_simulator_refuses_a_release_without_its_offload() -> None:
         ((2, "1:2:3"), "3 transfer times for pp=2"),
         ((2, "1x0:1"), "must be a number > 0 (and <= 1000), the fraction"),
         ((2, "1x9999:1x9999:1x9999"), "29997 transfer times for pp=2"),
-        ((2, 1, 1, "triple"), "the transfer policy must be single, dual or paired, got 'triple'"),
     ],
 )
 def test_bad_links(arguments, text: str) -> None:
@@ -423,11 +419,11 @@ def test_times_are_read_and_written(text: str, same: str | None) -> None:
 def test_one_time_a_rank_stays_one_a_rank() -> None:
     """Files from before stages had times load, and equal times are written as before."""
     placement = Placement.loop(2, 2)
-    data = {"transfer": "dual", "to_host": [0.25, 0.5], "to_device": [0.5, 0.25]}
+    data = {"to_host": [0.25, 0.5], "to_device": [0.5, 0.25]}
     link = Link.from_json(data, placement)
     assert link.of_stage(placement, 3) == (Fraction(1, 2), Fraction(1, 4))
     ways = [[link.of_stage(placement, s)[way] for s in range(4)] for way in (0, 1)]
-    assert Link.of_stages(placement, *ways, "dual").to_json() == data
+    assert Link.of_stages(placement, *ways).to_json() == data
     with pytest.raises(ValueError, match="6 transfer times a way, but there are 2 ranks with 2 ch"):
         Link.from_json({**data, "to_host": [1] * 6}, placement)
 
@@ -441,32 +437,3 @@ def test_the_last_stages_time_does_not_bind_the_others() -> None:
     assert (own.stall, own.peak_sets) == (0, even.peak_sets) and own.moved == even.moved
     assert worst.stall > 0
     assert max(worst.peak_sets) > max(own.peak_sets)
-
-
-@pytest.mark.parametrize(("name", "policy"), [("po", "paired"), ("interleaved", "single")])
-def test_a_full_link_needs_the_grid(
-    name: str, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where copies take all of the link's time, gaps that hold none of them cost a set."""
-    stages = [["1", "1.2", "0.8"]] * (16 if name == "po" else 8)
-    stages[0], stages[-1] = ["1.1", "1.1", "0.9"], ["1.6", "1.9", "1.2"]
-    costs = Costs.of(hop="0.05", stages=stages)
-    base = generate(name, 4, 8, len(stages) // 4, costs=costs)
-    aligned = plan_of(base, "0.5", "full", policy)
-    assert_good(aligned, base)
-    monkeypatch.setattr(placing, "_grid", lambda items: None)
-    assert max(aligned.peak_sets) < max(plan_of(base, "0.5", "full", policy).peak_sets)
-
-
-def test_pairs_that_share_a_switch() -> None:
-    link = Link.of(4, "0.25", policy="paired", pairs=[[0, 2]])
-    assert [link.group(rank) for rank in range(4)] == [0, 1, 0, 3]
-    assert link.uses(0, True)[1] == link.uses(2, True)[1] != link.uses(1, True)[1]
-    plan = offload(generate("po", 4, 16), link, "full")
-    check(plan.schedule)
-    assert plan.moved != [[0, 0]] * 4 and plan.schedule.link == link
-    again = from_json(json.loads(json.dumps(plan.schedule.to_json())))
-    assert again.link == link and again.fingerprint() == plan.schedule.fingerprint()
-    for pairs in ([[0, 0]], [[0, 1], [1, 2]], [[0, 4]], [[0]], [0, 1], [["a", 1]]):
-        with pytest.raises(ValueError, match="two different ranks of 4 each"):
-            Link.of(4, 1, pairs=pairs)  # type: ignore[arg-type]

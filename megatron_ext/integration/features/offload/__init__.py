@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ....schedule.actions import Op
-from ....schedule.link import POLICIES, Link
+from ....schedule.link import Link
 from ....schedule.schedule import Schedule
 from ... import saved_parameters
 from ...callbacks import Callback, Duration, Step
@@ -24,7 +24,7 @@ from ...feature import Feature, Flag, Needs, Run
 from ...hooks import Hook
 from ...rules import ENOUGH_CHUNKS, Rule
 from . import measure
-from .measure import NEIGHBOURS, TransferSetup
+from .measure import TransferSetup
 from .planned import Planned
 from .policy import RULES, keep_nothing, policy_of
 from .sets import Key, RankSets, as_config_error, least_bytes
@@ -52,7 +52,7 @@ class Offload(Feature):
     activation sets of one rank in every training step (a ``Mover``)."""
 
     per_model = True
-    rules = (POLICY, NO_BYTES, *RULES, ENOUGH_CHUNKS, NEIGHBOURS)
+    rules = (POLICY, NO_BYTES, *RULES, ENOUGH_CHUNKS)
 
     flags = (
         Flag(
@@ -76,13 +76,6 @@ class Offload(Feature):
             "transfer time of one activation set to the host, and back, as a fraction of its "
             "chunk's F+B+W; default: measured in the first step",
             "T[,T2]",
-            needs=_ON,
-        ),
-        Flag(
-            "--pp-offload-transfer",
-            "single: one copy stream; dual: one a direction; paired: two neighbours that share a "
-            "switch never copy the same way at once; default: measured at start",
-            choices=tuple(POLICIES),
             needs=_ON,
         ),
         Flag(
@@ -127,35 +120,25 @@ class Offload(Feature):
         return saved_parameters.hooks()  # once for all models
 
     def before_plan(self, step: Step) -> None:
-        """The first time, measure the link and agree on the transfer policy.
+        """The first time, measure the link.
 
         Raises:
-            ConfigError: the policy does not fit the machine.
+            ConfigError: the host lacks the memory.
         """
         if not step.training or self._setup is not None:
             return
-        group, groups = step.call.group, step.call.groups
-        device = step.call.device
-        file_link = None
-        if self._request is None:
-            file_link = self._inputs.link
-            assert file_link is not None
-            requested: str | None = file_link.policy
-        else:
-            requested = self._request.policy
+        group = step.call.group
         with as_config_error():
-            self._setup = measure.choose_transfers(
-                requested, self._assumed, device, groups, file_link
-            )
+            self._setup = TransferSetup.of(self._assumed, step.call.device, group)
         if self._request is not None:
-            link = self._request.link(group.size()) or Link.of(group.size(), _ASSUMED)
-            self._inputs.link = self._setup.applied_to(link)
+            size = group.size()
+            self._inputs.link = self._request.link(size) or Link.of(size, _ASSUMED)
 
     def planned(self, plan: Schedule) -> None:
         if dist.get_rank() == 0:
             link = self._inputs.link
-            assert self._setup is not None and link is not None
-            logger.info("%s", self._of(plan).text(self._setup, link, self._assumed))
+            assert link is not None
+            logger.info("%s", self._of(plan).text(link, self._assumed))
 
     def begin(self, step: Step) -> None:
         """Make room for a plan that is new.
@@ -269,10 +252,9 @@ class Offload(Feature):
 
     def _summary(self, planned: Planned, rank: int) -> dict[str, Any]:
         """Planned and measured numbers of the step, for the trace."""
-        assert self._sets is not None and self._setup is not None
+        assert self._sets is not None
         return {
             **self._sets.store.report(),
-            "policy": self._setup.policy.value,
             "planned_host_sets": planned.host_sets(rank),
             "planned_device_bytes": self._sets.device_bytes(planned.plan, rank),
         }

@@ -9,7 +9,6 @@ from ....schedule.effects import passes
 from ....schedule.link import Link
 from ....schedule.passes.check import CheckReport, check
 from ....schedule.schedule import Schedule
-from .measure import TransferSetup
 from .sets import Key
 
 
@@ -34,7 +33,7 @@ class Planned:
         peaks = self._report.peak_host_sets
         return peaks[rank] if peaks else 0
 
-    def text(self, setup: TransferSetup, link: Link, assumed: bool) -> str:
+    def text(self, link: Link, assumed: bool) -> str:
         """One sentence for the log: sets that are offloaded, rates and peaks.
 
         Args:
@@ -47,7 +46,6 @@ class Planned:
             f"{sum(self._report.offloaded_sets)} of {sets} activation sets a step are offloaded; "
             f"at most {float(max(plan.peak_activation())):.4g} microbatches on a device, "
             f"{float(max(plan.peak_host_activation())):.4g} of a rank on the host; "
-            f"transfer {setup.policy.value} ({setup.why}); one set of each stage "
-            f"takes so much of its chunk's F+B+W each way "
+            f"one set of each stage takes so much of its chunk's F+B+W each way "
             f"({'assumed' if assumed else 'known'}): --pp-offload-time {link.text}"
         )
