@@ -26,7 +26,7 @@ class Receipt:
         self.peer, self.tag = peer, tag
         self.shape: tuple[torch.Tensor, Any] | None = None  # and its transfer
         self.tensor: torch.Tensor | None = None
-        self.works: list[Any] = []
+        self.work: Any = None
         self._channel = channel
 
     def post(self) -> None:
@@ -64,7 +64,7 @@ class Channel:
         self._edges, self.options = edges, edges.options
         # By peer. A sent tensor must live until its transfer is over, and so must its work: gloo
         # never delivers a message whose work is dropped.
-        self._sending: defaultdict[int, deque[list[tuple[Any, torch.Tensor]]]] = defaultdict(deque)
+        self._sending: defaultdict[int, deque[tuple[Any, torch.Tensor]]] = defaultdict(deque)
         self._shapes_sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._settled: Counter[int] = Counter()
         self._receiving: dict[Receipt, None] = {}
@@ -107,12 +107,7 @@ class Channel:
         else:
             tensor = tensor.contiguous()
         backend, there = self._edges.to(peer)
-        message = []
-        if self.options.announce:
-            one = torch.zeros(1, dtype=dtype, device=self.device)
-            message.append((backend.send([one], there, 2 * tag), one))
-        message.append((backend.send([tensor], there, 2 * tag + 1), tensor))
-        self._sending[peer].append(message)
+        self._sending[peer].append((backend.send([tensor], there, tag), tensor))
 
     def settle(self, peer: int, count: int) -> None:
         """Release the memory of the first ``count`` messages to ``peer``, which it is known to
@@ -156,8 +151,8 @@ class Channel:
         """The message of ``receipt``, see ``Receipt.wait``."""
         buffer = tensor = self.post(receipt)
         del self._receiving[receipt]
-        for work in receipt.works:
-            work.wait()
+        assert receipt.work is not None
+        receipt.work.wait()
         if self._buffered:
             tensor = buffer.clone()
             self._edges.give_back(buffer)
@@ -176,11 +171,11 @@ class Channel:
         are complete before they are waited for.
         """
         for receipt in tuple(self._receiving):
-            if not all(work.is_completed() for work in receipt.works) or not receipt.works:
+            if receipt.work is None or not receipt.work.is_completed():
                 return f"a message from pipeline rank {receipt.peer}"
         for peer, queue in tuple(self._sending.items()):
-            for message in tuple(queue):
-                if not all(work.is_completed() for work, _ in message):
+            for work, _ in tuple(queue):
+                if not work.is_completed():
                     return f"a message to pipeline rank {peer}"
         return None
 
@@ -195,23 +190,19 @@ class Channel:
     def _settle(self, peer: int) -> None:
         queue = self._sending[peer]
         # Still in the queue while it is waited for, so that a report can name the peer.
-        for work, _ in queue[0]:
-            work.wait()
-        message = queue.popleft()
+        queue[0][0].wait()
+        _, tensor = queue.popleft()
         self._settled[peer] += 1
         if self._buffered:
-            self._edges.give_back(message[-1][1])
+            self._edges.give_back(tensor)
 
     def _post(self, receipt: Receipt, shape: tuple[int, ...]) -> None:
         backend, there = self._edges.back(receipt.peer)
-        if self.options.announce:
-            one = torch.empty(1, dtype=self.dtype, device=self.device)
-            receipt.works.append(backend.recv([one], there, 2 * receipt.tag))
         if self._buffered:
             receipt.tensor = self._edges.buffer(torch.Size(shape), self.dtype)
         else:
             receipt.tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        receipt.works.append(backend.recv([receipt.tensor], there, 2 * receipt.tag + 1))
+        receipt.work = backend.recv([receipt.tensor], there, receipt.tag)
 
     def _post_next(self, peer: int) -> None:
         """Post the next receive from ``peer``, once its shape is here."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .communicators import PerGroup, end
-from .edges import DEFAULT, MessageOptions, communicator
+from .edges import communicator
 from .threads import Worker
 
 Chain = Callable[[], Any]
@@ -26,17 +26,12 @@ class Collectives:
     """This rank's part of the chains. Collective over ``group``.
 
     Args:
-        options: of the communicator, see ``MessageOptions``.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, options: MessageOptions = DEFAULT
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.size, self.rank = group.size(), group.rank()
         self._runs: _Stream | _Thread = _Stream() if device.type == "cuda" else _Thread()
-        self._backend = communicator(
-            group, range(self.size), f"megatron_ext/collectives/{options}", device, options
-        )
+        self._backend = communicator(group, range(self.size), "megatron_ext/collectives", device)
         # NCCL connects all ranks at their first collective.
         self._backend.allreduce([torch.zeros(1, device=device)]).wait()
 
@@ -148,8 +143,6 @@ class _Thread:
 _COLLECTIVES: PerGroup[Collectives] = PerGroup()
 
 
-def collectives(
-    group: dist.ProcessGroup, device: torch.device, options: MessageOptions = DEFAULT
-) -> Collectives:
-    """The one ``Collectives`` of a group, device and options. Collective at its first call."""
-    return _COLLECTIVES.get(group, (device, options), lambda: Collectives(group, device, options))
+def collectives(group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    """The one ``Collectives`` of a group and device. Collective at its first call."""
+    return _COLLECTIVES.get(group, device, lambda: Collectives(group, device))

@@ -35,49 +35,12 @@ class MessageOptions:
 
     Attributes:
         own: over communicators of their own; False: over the pipeline's process group.
-        max_ctas: most thread blocks, hence streaming multiprocessors, that a message's NCCL kernel
-            takes; None: NCCL's choice.
-        high_priority: NCCL kernels do not queue behind computation.
-        announce: one element is sent ahead of a message. Its kernel waits for the peer in place of
-            the message's own, which takes more multiprocessors.
         buffers: messages are copied to and from memory that is kept, so that no communicator
             delays the release of activations; not where shapes vary.
     """
 
     own: bool = True
-    max_ctas: int | None = None
-    high_priority: bool = True
-    announce: bool = False
     buffers: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> MessageOptions:
-        """From ``edge`` or ``pipeline``, and any of ``ctas=N``, ``priority=high|normal``,
-        ``announce`` and ``buffers``, with commas between them.
-
-        Raises:
-            ValueError: another word, or options of own communicators without these.
-        """
-        way, *options = text.split(",")
-        rule = "ctas=N, priority=high, priority=normal, announce or buffers"
-        if way not in ("edge", "pipeline"):
-            raise ValueError(f"{way!r} is not a way of messages; give edge or pipeline")
-        found: dict[str, Any] = {"own": way == "edge"}
-        for option in options:
-            name, _, value = option.partition("=")
-            if option in ("announce", "buffers"):
-                found[option] = True
-            elif name == "ctas" and value.isascii() and value.isdigit() and int(value) > 0:
-                found["max_ctas"] = int(value)
-            elif name == "priority" and value in ("high", "normal"):
-                found["high_priority"] = value == "high"
-            else:
-                raise ValueError(f"{option!r} is not an option of messages; give {rule}")
-        if way == "pipeline" and {"max_ctas", "high_priority"} & found.keys():
-            raise ValueError(
-                "ctas and priority are options of messages' own communicators; give edge"
-            )
-        return cls(**found)
 
 
 DEFAULT = MessageOptions()
@@ -201,7 +164,7 @@ class Edges:
         group = self._group()
         assert group is not None
         on_host = kind == "shapes"
-        backend = communicator(group, edge, name, self._device, self.options, on_host)
+        backend = communicator(group, edge, name, self._device, on_host)
         return Line(backend, 1 - edge.index(self.rank))
 
     def _warm_up(self, edge: Edge) -> None:
@@ -218,7 +181,6 @@ def communicator(
     ranks: Sequence[int],
     name: str,
     device: torch.device,
-    options: MessageOptions = DEFAULT,
     on_host: bool = False,
 ) -> Any:
     """A communicator of some ranks of ``group``, which its other ranks know nothing of.
@@ -230,7 +192,6 @@ def communicator(
         group: has the store to meet in, and the time limit.
         ranks: in ``group``, in their order in the communicator.
         name: of the communicator; others of the same ranks have other names.
-        options: of NCCL's kernels.
         on_host: for tensors in host memory.
     """
     prefixed = store_of(group, name)
@@ -240,12 +201,9 @@ def communicator(
         return dist.ProcessGroupGloo(prefixed, here, size, gloo_options(timeout))
     settings: Any = dist.ProcessGroupNCCL.Options()
     settings._timeout = timeout
-    settings.is_high_priority_stream = options.high_priority
+    settings.is_high_priority_stream = True  # messages do not queue behind computation
     settings.group_name = name
     settings.global_ranks_in_group = [dist.get_process_group_ranks(group)[rank] for rank in ranks]
-    if options.max_ctas is not None:
-        settings.config.min_ctas = 1
-        settings.config.max_ctas = options.max_ctas
     return dist.ProcessGroupNCCL(prefixed, here, size, settings)
 
 

@@ -161,10 +161,7 @@ EXTRAS = (
         without="--pp-cost",
         why=_ORDER,
     ),
-    *(
-        Extra(ours=f"--pp-p2p {way}")
-        for way in ("pipeline", "pipeline,announce", "edge,announce", "edge,buffers")
-    ),
+    Extra(ours="--pp-p2p pipeline"),
     Extra(ours="--pp-trace TRACE"),
     Extra(ours="--pp-slice-weights joined", needs="--pp-slices", why=_SUM),
     Extra(ours="--pp-offload-policy keep-attention-inputs", needs="--pp-offload"),

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, Run
+from megatron_ext.integration.feature import Conflict
 from megatron_ext.integration.features.schedule import Schedule as ScheduleFeature
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
-from megatron_ext.integration.features.schedule.pipeline import prepare
 from megatron_ext.integration.features.schedule.rules import COUNT, RULES
 from megatron_ext.integration.flags import GROUP, add_arguments, defaults
 from megatron_ext.integration.offload_request import OffloadRequest
@@ -290,21 +289,6 @@ def test_options_that_do_not_fit(schedule: str, options: dict[str, Any], text: s
     with pytest.raises(ConfigError) as error:
         after_megatron(args, ScheduleRequest.of(schedule, **options))
     assert text in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("way", "text"),
-    [
-        ("ring", "'ring' is not a way of messages; give edge or pipeline"),
-        ("edge,ctas=0", "'ctas=0' is not an option of messages; give ctas=N"),
-        ("edge,priority=low", "priority=high"),
-        ("pipeline,ctas=4", "options of messages' own communicators; give edge"),
-    ],
-)
-def test_ways_of_messages(way: str, text: str) -> None:
-    """Refused before Megatron's own validation."""
-    with pytest.raises(ConfigError, match=f"^--pp-p2p {re.escape(way)}: .*{re.escape(text)}"):
-        prepare(Run(arguments(pp_schedule="v-half", pp_p2p=way), "0.19.0"))
 
 
 def test_cap_and_costs_shape_the_plan() -> None:

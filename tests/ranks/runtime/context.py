@@ -38,11 +38,11 @@ def channel(
     """For toy stages' messages, connected between all ranks of the group.
 
     Args:
-        way: as ``--pp-p2p``.
+        way: as ``--pp-p2p``; ``edge,buffers``: as under CUDA graphs.
         nccl: by the rules of NCCL.
         varying: shapes are sent ahead.
     """
-    options = MessageOptions.parse(way)
+    options = MessageOptions(own="edge" in way, buffers="buffers" in way)
     every = [(a, b) for a in range(context.size) for b in range(context.size) if a != b]
     if nccl:
         key = f"edges of {context.size} ranks {way}"

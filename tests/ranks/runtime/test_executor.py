@@ -96,7 +96,7 @@ def test_passes_of_any_length_change_nothing(pool, reference, name):
     compare(ranks, reference(stages, ms, "float32"), name, None, ms)
 
 
-WAYS = ["edge", "pipeline", "edge,announce,buffers"]
+WAYS = ["edge", "pipeline", "edge,buffers"]
 
 
 @pytest.mark.parametrize("varying", [False, True], ids=["fixed", "varying"])
@@ -112,7 +112,7 @@ def test_messages_by_the_rules_of_nccl(pool, reference, name, way, varying):
     compare(ranks, reference(stages, ms, "float32"), name, None, ms)
 
 
-@pytest.mark.parametrize("way", ["edge,announce,buffers", "pipeline"])
+@pytest.mark.parametrize("way", ["edge,buffers", "pipeline"])
 def test_other_ways_of_messages(pool, reference, way):
     ms, varying = [7, 3], way == "pipeline"
     ranks = pool.run(

@@ -59,10 +59,8 @@ _FLAGS = (
     Flag(
         "--pp-p2p",
         "communicators of messages: edge (default; one for each direction between two ranks) or "
-        "pipeline (Megatron's group), then any of ctas=N (most thread blocks of a message), "
-        "priority=high|normal (default: high), announce (one element first), buffers (memory that "
-        "is kept)",
-        "WAY[,OPTION...]",
+        "pipeline (Megatron's group)",
+        choices=("edge", "pipeline"),
     ),
 )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from ....runtime.edges import DEFAULT, MessageOptions
+from ....runtime.edges import MessageOptions
 from ....runtime.wgrad import WeightGradStore
-from ...arguments import MegatronArgs
-from ...errors import named_errors
 from ...feature import Run
 from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
@@ -22,7 +20,6 @@ def prepare(run: Run) -> None:
     """
     args = run.args
     assert args.pp_schedule is not None
-    _messages(args)
     run.store = WeightGradStore()
     run.request = ScheduleRequest.of(
         args.pp_schedule,
@@ -31,11 +28,6 @@ def prepare(run: Run) -> None:
         args.pp_group_size,
         OffloadRequest.of(args),
     )
-
-
-def _messages(args: MegatronArgs) -> MessageOptions:
-    with named_errors(f"--pp-p2p {args.pp_p2p}"):
-        return DEFAULT if args.pp_p2p is None else MessageOptions.parse(args.pp_p2p)
 
 
 def pipeline_of(run: Run) -> None:
@@ -49,4 +41,5 @@ def pipeline_of(run: Run) -> None:
     placement = request.placement_on(args.pipeline_model_parallel_size, run.chunks)
     plans = Plans(run.choice, placement, run.inputs, request.barriers)
     minutes = args.distributed_timeout_minutes
-    run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes, _messages(args))
+    messages = MessageOptions(own=args.pp_p2p != "pipeline")
+    run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes, messages)

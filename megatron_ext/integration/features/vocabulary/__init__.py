@@ -74,7 +74,7 @@ class VocabularyParallel(SharedOut, Feature):
             return ()
         assert run.pipeline is not None
         self._run, self.vee = run, run.request.vee
-        self._messages, self._chunks = run.pipeline.messages, run.args.pp_vocab_chunks or 1
+        self._chunks = run.args.pp_vocab_chunks or 1
         self._checked = LastModels()
         return (self,)
 
@@ -92,7 +92,7 @@ class VocabularyParallel(SharedOut, Feature):
             self._checked.set(models)
         require_no_hooks(models)  # in every step: they cost microseconds, and hooks may come late
         require_losses_of(models)
-        step.runner_type = runner_of(step, self._messages, self._chunks)
+        step.runner_type = runner_of(step, self._chunks)
 
     def close(self) -> None:
         self._checked = LastModels()

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 
 from ....runtime.collectives import collectives
-from ....runtime.edges import MessageOptions
 from ....runtime.vocabulary import Batch, VocabularyPasses
 from ....runtime.vocabulary_shards import EmbeddingShard, OutputShard, TensorRanks
 from ....schedule.schedule import Schedule
@@ -21,20 +20,17 @@ from .run import VocabularyRunner
 ONE_SHAPE = Rule(f"{FLAG} needs microbatches of one shape", "this call's have several", "drop it")
 
 
-def runner_of(step: Step, messages: MessageOptions, chunks: int) -> Callable[..., MegatronRunner]:
+def runner_of(step: Step, chunks: int) -> Callable[..., MegatronRunner]:
     """Makes the runner of a step, beneath what makes one that may cut microbatches.
 
     Args:
-        messages: how the collectives' communicator is made.
         chunks: of tokens, in the cross entropy.
     """
-    passes = functools.partial(_passes, step.call, step.plan, messages, chunks)
+    passes = functools.partial(_passes, step.call, step.plan, chunks)
     return beneath(step.runner_type, VocabularyRunner, passes=passes)
 
 
-def _passes(
-    call: Call, plan: Schedule, messages: MessageOptions, chunks: int, runner: VocabularyRunner
-) -> VocabularyPasses:
+def _passes(call: Call, plan: Schedule, chunks: int, runner: VocabularyRunner) -> VocabularyPasses:
     """The passes of one iteration; collective over the pipeline at the first one."""
     iteration, shape = call.iteration, call.shape
     config, shard = iteration.config, shard_of(iteration.models)
@@ -54,7 +50,7 @@ def _passes(
 
     return VocabularyPasses(
         plan,
-        collectives(call.group, weight.device, messages),
+        collectives(call.group, weight.device),
         EmbeddingShard(shard.embedding, first_row),
         OutputShard(weight, first_row, chunks, ranks, training, predicts=depths > 0),
         batch,
