@@ -10,7 +10,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
@@ -187,3 +187,30 @@ def attribute(flag: str) -> str:
 def flag_of(name: str) -> str:
     """The flag of a value in parsed arguments: ``pp_cost`` -> ``--pp-cost``."""
     return "--" + name.replace("_", "-")
+
+
+# Where Megatron's argument is not named as its flag.
+_RENAMED = {
+    "--fp8-format": "fp8",
+    "--fp4-format": "fp4",
+    "--output-logit-dtype": "logit_dtype",
+}
+
+
+def argument(flag: str) -> str:
+    """The name in Megatron's ``args`` of one of its flags."""
+    return _RENAMED.get(flag, attribute(flag))
+
+
+def values_of(tokens: Sequence[str]) -> dict[str, Any]:
+    """Flags of a command line by argument name: true, or their values with commas between."""
+    found: dict[str, Any] = {}
+    name = None
+    for token in tokens:
+        if token.startswith("--"):
+            flag, _, value = token.partition("=")
+            name = argument(flag)
+            found[name] = value or True
+        elif name is not None:
+            found[name] = token if found[name] is True else f"{found[name]},{token}"
+    return found

@@ -1,6 +1,6 @@
-"""Writes the reference page of flags, which code knows best: ``python -m scripts.reference_pages``.
+"""Writes the reference pages that code knows best: ``python -m scripts.reference_pages``.
 
-It needs torch. A test compares the page with what this makes.
+It needs torch. Tests compare the pages with what this makes.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ def flags() -> str:
                 name = f"`{f'{flag.name} {value}'.strip()}`{' *' if flag.alone else ''}"
                 text = flag.help.replace("%%", "%")
                 text += f"; at least {flag.least}" if flag.least is not None else ""
-                text += f"; needs {flag.needs.text}" if flag.needs is not None else ""
                 if flag.not_in_library:
                     given = flag.not_in_library_as
                     value = "" if given is None else f" as `{given[0]}`"
@@ -118,11 +117,27 @@ def flags() -> str:
     return "\n".join(lines) + "\n"
 
 
+def denied() -> str:
+    """The page of denials."""
+    from megatron_ext.integration.support import DENIALS
+
+    lines = ["# Denied", "", WRITTEN, ""]
+    lines += [
+        "These combinations would train wrong numbers without a word, so a run ends with the "
+        "sentence, before its first step where flags say so. Whatever else does not work ends "
+        "with an error of Megatron's, PyTorch's or our own. Anything else that the tests have not "
+        "run is named in one line of the log: `not tested together: A, B`.",
+        "",
+    ]
+    rows = ((one.feature, one.beside, one.sentence) for one in DENIALS)
+    return "\n".join([*lines, *table(("feature", "beside", "sentence"), rows)]) + "\n"
+
+
 def main() -> None:
-    """Write the page."""
-    path = FOLDER / "flags.md"
-    path.write_text(flags(), encoding="utf-8")
-    print(path.relative_to(ROOT))
+    """Write the pages."""
+    for name, text in (("flags.md", flags()), ("denied.md", denied())):
+        (FOLDER / name).write_text(text, encoding="utf-8")
+        print((FOLDER / name).relative_to(ROOT))
 
 
 if __name__ == "__main__":

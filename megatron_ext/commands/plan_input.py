@@ -6,8 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
-from .._conflict import values_of
-from .._input import attribute, flag_of
+from .._input import attribute, flag_of, values_of
 from ..plan.divisions import SIZES
 from ..plan.flags import FLAGS, add_flags, read
 from ..plan.huggingface import read_config

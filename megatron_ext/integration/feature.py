@@ -1,4 +1,4 @@
-"""The feature protocol: flags, conflicts with Megatron's options, checks, hooks and events.
+"""The feature protocol: flags, checks, hooks and events.
 
 A feature is one class in a folder or file below ``features/``. ``features.FEATURES`` lists them;
 everything that is done for flags (parsing, help, documentation, comparison over ranks, "off means
@@ -8,45 +8,18 @@ off") loops over that list, and every run has one object of each.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .._conflict import Conflict as Conflict
-from .._conflict import first_conflict
 from .._input import attribute
 from .arguments import MegatronArgs
 from .callbacks import Callback, PlanInputs
-from .errors import ConfigError
-from .rules import Rule as Rule
 
 if TYPE_CHECKING:
     from ..runtime.wgrad import WeightGradStore
     from .features.schedule.choose import ScheduleRequest
     from .pipeline import ScheduledPipeline
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Flags of ours, one of which has to be in use for another one to have an effect.
-
-    Attributes:
-        any_of: by name, the values that count; none listed: all but ``off`` and ``idle``.
-        text: what to add, as a user writes it.
-        idle: a value that asks for nothing.
-    """
-
-    any_of: Mapping[str, tuple[str, ...]]
-    text: str
-    idle: Any = None
-
-    def met(self, args: MegatronArgs) -> bool:
-        """True if one of them is in use."""
-        given = ((getattr(args, attribute(n), None), values) for n, values in self.any_of.items())
-        return any(
-            value not in (None, False, "off", self.idle) and (not values or value in values)
-            for value, values in given
-        )
 
 
 @dataclass(frozen=True)
@@ -65,9 +38,6 @@ class Flag:
             value is one, given with all arguments.
         choices: the values that it takes; none: any.
         least: the smallest number that it takes.
-        needs: what else has to be given; ``--pp-schedule`` anyway, but for one that works alone.
-        idle: a value that asks for nothing, and needs nothing.
-        excludes: another flag, and what both would do and how to fix it.
     """
 
     name: str
@@ -81,9 +51,6 @@ class Flag:
     not_in_library_as: tuple[str, Callable[[str, MegatronArgs], bool]] | None = None
     choices: tuple[str, ...] = ()
     least: int | None = None
-    needs: Needs | None = None
-    idle: str = ""
-    excludes: tuple[str, str] | None = None
 
     def refusal(self, args: MegatronArgs, library: bool = False) -> str | None:
         """The first of its rules that ``args``, where it was given, do not keep; None: all are."""
@@ -100,13 +67,6 @@ class Flag:
                 return f"{text} cannot be used here: {self.not_in_library}"
         if not self.alone and args.pp_schedule is None:
             return f"{name} needs --pp-schedule; add it or drop {name}"
-        if self.needs is not None and value != self.idle and not self.needs.met(args):
-            return f"{text} needs {self.needs.text}; add it, or drop {name}"
-        if self.excludes is not None:
-            other, why = self.excludes
-            found = getattr(args, attribute(other), None)
-            if found is not None:
-                return f"{text} and {other} {found} {why}"
         return None
 
     @property
@@ -135,24 +95,6 @@ class Flag:
             default=None,
             help=self.help,
         )
-
-
-def require_no_conflict(
-    args: MegatronArgs, conflicts: Sequence[Conflict], parts: Mapping[str, str]
-) -> None:
-    """Refuse a run that uses something a feature does not support.
-
-    Args:
-        args: Megatron's arguments, before its own validation.
-        parts: of the feature that are in use (see ``Conflict.only``; "" for all of it), with the
-            flag that asks for each.
-
-    Raises:
-        ConfigError: the first conflict.
-    """
-    found = first_conflict(conflicts, args, parts)
-    if found is not None:
-        raise ConfigError(f"{parts[found[0]]} does not support {found[1]}")
 
 
 @dataclass
@@ -229,14 +171,10 @@ class Feature(Callback):
     """One feature in one run, or in one of a library's models. A subclass overrides what it needs.
 
     Attributes:
-        conflicts: options of Megatron that it does not support.
-        rules: what else it requires of a run.
         per_model: its state is one model's; with several models in a process each gets its own.
     """
 
     flags: tuple[Flag, ...] = ()
-    conflicts: tuple[Conflict, ...] = ()
-    rules: tuple[Rule, ...] = ()
     per_model: bool = False
 
     def check_flags(self, run: Run) -> None:

@@ -12,28 +12,13 @@ import torch
 from ..runtime.weight_hooks import known
 from ..runtime.wgrad import WeightGradStore
 from .hooks import Hook
-from .rules import Rule
+from .support import WRAPPED, require
 from .targets import DDP_HOOK_MAKER
-from .utils import nested
 
 DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: a reference to Megatron's hook
 _LATE = "_megatron_ext_grad_hooks"  # attribute of the model: those made after it was wrapped
 _OWNER = "_megatron_ext_wrapper"  # attribute of a hook: the model that it is of
 _ADDED = "_megatron_ext_added_to_main_grad"
-
-LATER = Rule(
-    "a schedule with passes for weight gradients needs Megatron's DistributedDataParallel to wait "
-    "for them",
-    "this model was wrapped in it before, and reduces gradients earlier (overlap_grad_reduce) or "
-    "has layers of Transformer Engine",
-    "call megatron_ext.enable() before the model is wrapped",
-)
-NOT_TORCHS = Rule(
-    "a schedule with passes for weight gradients does not support a model that {has}",
-    "PyTorch reduces gradients where autograd brings them",
-    "use Megatron's DistributedDataParallel, or Megatron's own schedule",
-)
-RULES = (LATER, NOT_TORCHS)
 
 
 def require_gradient_hooks(models: Sequence[Any]) -> None:
@@ -48,7 +33,6 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
         ConfigError: gradients would be reduced before their W pass has run.
     """
     for model in models:
-        _require_not_torchs(model)
         make = getattr(model, "_make_backward_post_hook", None)
         if make is None:
             continue
@@ -58,7 +42,7 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
         if not late:
             continue
         te = any(hasattr(module, "wgrad_store") for module in model.modules())
-        LATER.require(not (model.ddp_config.overlap_grad_reduce or te))
+        require(WRAPPED, not (model.ddp_config.overlap_grad_reduce or te))
         for parameter in late:
             hook = make(parameter)
             setattr(hook, _OWNER, model)
@@ -71,21 +55,6 @@ def _megatrons_hook(parameter: torch.nn.Parameter) -> Callable[..., None] | None
     since autograd holds it, too."""
     held = getattr(parameter, DDP_HOOK, None)
     return None if held is None else held()
-
-
-def _require_not_torchs(model: Any) -> None:
-    """PyTorch's own data parallelism waits for gradients in C++, where no hook of ours is.
-
-    Raises:
-        ConfigError: the model is wrapped in it, or its parameters are in parts.
-    """
-    from torch.distributed.tensor import DTensor
-
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    NOT_TORCHS.require(not sharded, has="has parameters that PyTorch has sharded (DTensor)")
-    wrapped = any(isinstance(x, torch.nn.parallel.DistributedDataParallel) for x in nested(model))
-    has = "is wrapped in torch.nn.parallel.DistributedDataParallel"
-    NOT_TORCHS.require(not wrapped, has=has)
 
 
 def gradient_hook() -> Hook:

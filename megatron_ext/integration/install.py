@@ -11,6 +11,7 @@ from typing import Any
 from .._log import VERBOSE, verbose
 from . import entry_point
 from .entry_point import EntryPoint, revert
+from .errors import ConfigError
 from .feature import Run
 from .flags import (
     add_arguments,
@@ -20,29 +21,12 @@ from .flags import (
     wanted,
 )
 from .hooks import Report, declared, hooked
-from .rules import Rule
+from .support import in_use, require_allowed
 from .targets import ARGUMENTS, PIPELINES, VALIDATE
 
 __all__ = ["Installation", "apply", "install", "revert"]
 
 logger = logging.getLogger(__name__)
-
-PARSER = Rule(
-    "megatron_ext.apply({config}) needs a trainer with Megatron's argument parser, to add flags to",
-    "this one has not used it",
-    "call megatron_ext.enable() instead, with the same names without pp_",
-)
-FLAGGED = Rule(
-    "a run needs arguments from a command line with megatron_ext's flags",
-    "Megatron's were parsed before megatron_ext.apply()",
-    "call it before Megatron parses, and give flags on the command line",
-)
-EARLY = Rule(
-    "megatron_ext.apply() needs to add its flags before Megatron parses its arguments",
-    "it came after that",
-    "call it before initialize_megatron() and parse_args()",
-)
-RULES = (PARSER, FLAGGED, EARLY)
 
 
 class Installation(EntryPoint):
@@ -121,6 +105,7 @@ class Installation(EntryPoint):
         run.args = args
         for feature in () if again else self.features:
             feature.check(run)
+        require_allowed(run.args, in_use(run))
         result = original(args, *rest, **kwargs)
         for feature in self.features:
             feature.check_derived(run)
@@ -135,12 +120,15 @@ class Installation(EntryPoint):
     )
     def _requiring_arguments(self, original: Callable[..., Any], **kwargs: Any) -> Any:
         """Megatron's pipeline function, which must not run before its arguments are parsed."""
-        PARSER.require(self.run is not None, config=self._defaults)
+        if self.run is None:
+            raise ConfigError(
+                "megatron_ext.apply() needs a trainer that uses Megatron's argument parser; call "
+                "megatron_ext.enable() instead, with the same names without pp_"
+            )
         return original(**kwargs)
 
     def _run_of(self, args: Any) -> Run:
         """What ``args``, not yet validated by Megatron, ask for."""
-        FLAGGED.require(hasattr(args, "pp_schedule"))
         return self.checked(Run(args, self.hooks.version, "megatron.training" in sys.modules))
 
 
@@ -168,6 +156,4 @@ def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False)
     now = entry_point.current()
     if now is not None and exist_ok and not config:
         return Report(now.hooks)
-    module = sys.modules.get("megatron.training.global_vars")
-    EARLY.require(getattr(module, "_GLOBAL_ARGS", None) is None)
     return Report(entry_point.opened(functools.partial(Installation, config)).hooks)

@@ -3,57 +3,22 @@
 Stock Megatron has four ways to say how many layers a stage gets (evenly, fewer on the first and
 last, embedding and loss counted as layers, or a layout string). Under V placement all of them
 become one layout string in *model* order, which Megatron's own validation reads, and one layout
-object. A hybrid model has a pattern instead, which lists its layers and may list its stages.
+object. A hybrid model has a pattern instead; it keeps Megatron's own placement.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 from typing import Any
 
 from .._input import attribute
 from ..plan.layout import spread
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
-from .errors import named_errors
-from .rules import Rule
+from .errors import ConfigError, named_errors
 
 _LAYOUT = "--pipeline-model-parallel-layout"
-OF_VEE = Rule(
-    "--pp-schedule {schedule} needs 2 * {pp} = {stages} stages with --num-layers {layers}",
-    f"{_LAYOUT} has {{found}} stages with {{found_layers}} layers",
-    "list the stages in model order",
-)
-PREDICTION_LAST = Rule(
-    "{flag} needs multi-token prediction on the last stage",
-    f"{_LAYOUT} {{layout}} has its layers (m) before that",
-    "put them on the last stage, as in 'tmL'",
-)
-STAGES = Rule(
-    "the schedule needs {stages} stages",
-    "{flag} {text} lists {found}",
-    "list {stages} in model order{example}",
-)
-ONE_WAY = Rule(
-    "--account-for-*-in-pipeline-split does not support --decoder-first/last-pipeline-num-layers",
-    "both say what the first and the last stage have",
-    "use one of them",
-)
-EVEN_LAYERS = Rule(
-    "--pp-schedule {schedule} needs layers that spread evenly over {stages} stages",
-    "{middle} (of --num-layers {layers}, embedding and loss as asked) are left for {even} of them",
-    "make --num-layers a multiple of {stages}, or set --decoder-first-pipeline-num-layers and "
-    f"--decoder-last-pipeline-num-layers, or {_LAYOUT} with {{stages}} stages",
-)
-EVEN_PATTERN = Rule(
-    "the schedule needs layers that spread evenly over {stages} stages",
-    "{flag} {text} has {layers}",
-    "list the stages in model order, e.g. {example}",
-)
-RULES = (PREDICTION_LAST, STAGES, ONE_WAY, EVEN_LAYERS, EVEN_PATTERN)
 
 
 def count_stages(text: str) -> int:
@@ -63,19 +28,6 @@ def count_stages(text: str) -> int:
         ConfigError: Megatron cannot read it.
     """
     return len(_parsed(text))
-
-
-def require_prediction_last(flag: str, layout: str) -> None:
-    """Refuse a layout with layers of multi-token prediction before its last stage.
-
-    Args:
-        flag: that needs them there.
-
-    Raises:
-        ConfigError: it has some, or Megatron cannot read it.
-    """
-    early = any(layer.name == "mtp" for stage in _parsed(layout)[:-1] for layer in stage)
-    PREDICTION_LAST.require(not early, flag=flag, layout=layout)
 
 
 def _parsed(text: str) -> list[list[Any]]:
@@ -100,17 +52,12 @@ def vee_layout_text(args: MegatronArgs, pp: int) -> str:
     given, stages = args.pipeline_model_parallel_layout, 2 * pp
     if given is not None:
         parsed = _parsed(given)
-        layers = sum(layer.name == "decoder" for stage in parsed for layer in stage)
-        OF_VEE.require(
-            len(parsed) == stages and layers == args.num_layers,
-            schedule=args.pp_schedule,
-            pp=pp,
-            stages=stages,
-            layers=args.num_layers,
-            found=len(parsed),
-            found_layers=layers,
-        )
-        require_prediction_last(f"--pp-schedule {args.pp_schedule} under V placement", given)
+        early = any(layer.name == "mtp" for stage in parsed[:-1] for layer in stage)
+        if early or len(parsed) != stages:
+            raise ConfigError(
+                f"a V on {pp} ranks has {stages} stages, with multi-token prediction on the last, "
+                f"but {_LAYOUT} is {given}"
+            )
         return str(given)
     counts = _counts(args, stages)
     texts = ["t" * count for count in counts]
@@ -130,15 +77,15 @@ def layer_counts(args: MegatronArgs, stages: int, *, loop: bool = False) -> list
     """
     pattern = LayerPattern.of(args)
     if pattern is not None:
-        return [len(stage) for stage in pattern.stages_of(args, stages)]
+        return pattern.counts(args, stages)
     given = args.pipeline_model_parallel_layout
     given = getattr(given, "input_data", given)  # Megatron's validation makes an object of it
     if given is None:
         chunks = stages // args.pipeline_model_parallel_size if loop else 1
         return _counts(args, stages, chunks)
     parsed = _parsed(given)
-    kept, found = len(parsed) == stages, len(parsed)
-    STAGES.require(kept, stages=stages, flag=_LAYOUT, text=given, found=found, example="")
+    if len(parsed) != stages:
+        raise ConfigError(f"the schedule has {stages} stages, but {_LAYOUT} {given} {len(parsed)}")
     return [sum(layer.name == "decoder" for layer in stage) for stage in parsed]
 
 
@@ -149,14 +96,12 @@ def _counts(args: MegatronArgs, stages: int, chunks: int = 1) -> list[int]:
         int(bool(args.account_for_embedding_in_pipeline_split)),
         int(bool(args.account_for_loss_in_pipeline_split)),
     )
-    both = any(taken) and (first is not None or last is not None)
-    ONE_WAY.require(not both)
     counts = spread(args.num_layers or 0, stages, first, last, taken, chunks)
     if counts is None:
-        middle = (args.num_layers or 0) + sum(taken) - (first or 0) - (last or 0)
-        even = stages - (first is not None) - (last is not None)
-        facts = {"schedule": args.pp_schedule, "stages": stages, "layers": args.num_layers}
-        raise EVEN_LAYERS.broken(**facts, middle=middle, even=even)
+        raise ConfigError(
+            f"--num-layers {args.num_layers} do not spread evenly over {stages} stages; make it a "
+            f"multiple of {stages}, or list them with {_LAYOUT}"
+        )
     return counts
 
 
@@ -166,84 +111,42 @@ class LayerPattern:
 
     Attributes:
         main: of the decoder, in model order.
-        mtp: what follows it, from the first ``/`` on: multi-token prediction, on the last stage.
         flag: that it was given with.
     """
 
     main: str
-    mtp: str = ""
-    flag: str = "--hybrid-layer-pattern"
+    flag: str
 
     @classmethod
     def of(cls, args: MegatronArgs) -> LayerPattern | None:
         """The pattern in Megatron's arguments; None if the model has none."""
-        # The second is deprecated since core_v0.17, and the only one before.
-        for flag in (cls.flag, "--hybrid-override-pattern"):
+        # Megatron itself makes the first of the second, later.
+        for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
             text = getattr(args, attribute(flag), None)
             if text:
-                main, slash, mtp = text.partition("/")
-                return cls(main, slash + mtp, flag)
+                return cls(text.partition("/")[0], flag)
         return None
-
-    @property
-    def text(self) -> str:
-        """As Megatron takes it."""
-        return self.main + self.mtp
-
-    @property
-    def layers(self) -> int:
-        """Of the decoder."""
-        return len(self.main.replace("|", ""))
 
     @property
     def listed(self) -> int | None:
         """How many stages it lists; None without ``|``: Megatron spreads the layers evenly."""
         return self.main.count("|") + 1 if "|" in self.main else None
 
-    def stages(self, number: int, first: int | None = None, last: int | None = None) -> list[str]:
-        """The layers of each stage in model order, as listed or cut by Megatron's own rule.
-
-        Args:
-            first, last: layers of the first and the last stage, where none are listed.
+    def counts(self, args: MegatronArgs, number: int) -> list[int]:
+        """Layers of each of so many stages.
 
         Raises:
             ConfigError: another number of stages is listed, or the layers do not spread.
         """
-        facts = {"stages": number, "flag": self.flag, "text": self.text}
-        example = self.example(number)
-        if self.listed is not None:
-            listed = self.listed == number
-            STAGES.require(listed, **facts, found=self.listed, example=f", e.g. {example}")
-            return self.main.split("|")
-        counts = spread(self.layers, number, first, last)
-        if counts is None:
-            raise EVEN_PATTERN.broken(**facts, layers=self.layers, example=example)
-        return self._cut(counts)
-
-    def stages_of(self, args: MegatronArgs, number: int) -> list[str]:
-        """``stages`` with the first and last that Megatron's flags ask for."""
         first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-        return self.stages(number, first, last)
-
-    def list_stages(self, args: MegatronArgs, number: int) -> None:
-        """Write these stages into the pattern in Megatron's arguments.
-
-        Raises:
-            ConfigError: see ``stages``.
-        """
-        pattern = replace(self, main="|".join(self.stages_of(args, number)))
-        setattr(args, attribute(self.flag), pattern.text)
-        args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-
-    def example(self, number: int) -> str:
-        """The flag with these layers on ``number`` stages, as evenly as can be."""
-        edges = [self.layers * i // number for i in range(number + 1)]
-        stages = self._cut([end - start for start, end in pairwise(edges)])
-        return f"{self.flag} '{'|'.join(stages)}{self.mtp}'"
-
-    def _cut(self, counts: Sequence[int]) -> list[str]:
-        plain = self.main.replace("|", "")
-        return [plain[end - count : end] for count, end in zip(counts, accumulate(counts))]
+        counts: list[int] | None = [len(stage) for stage in self.main.split("|")]
+        if self.listed is None:
+            counts = spread(len(self.main), number, first, last)
+        if counts is None or len(counts) != number:
+            raise ConfigError(
+                f"the schedule needs {number} stages; list them in {self.flag} {self.main}"
+            )
+        return counts
 
 
 @functools.cache

@@ -23,12 +23,12 @@ from ..runtime.watchdog import close_process_watchdog
 from . import entry_point
 from .callbacks import Callback
 from .entry_point import EntryPoint
+from .errors import ConfigError
 from .feature import Feature, Run
 from .flags import given, in_options, parsed
-from .hooks import Report, declared, hooked
-from .pipeline import ScheduledPipeline, groups_of_call, pipeline_group, require_pipeline
-from .rules import Rule
-from .targets import PARALLEL_STATE
+from .hooks import Report
+from .pipeline import ScheduledPipeline, groups_of_call, pipeline_group
+from .support import in_use, require_allowed
 from .utils import chunks_of, device_of, nested, time_limit_minutes, unwrapped, watched
 
 logger = logging.getLogger(__name__)
@@ -38,14 +38,6 @@ _RENAMED = {"num_experts": "num_moe_experts"}
 # Megatron's FSDP, by the first part of its classes' names: from core_v0.20 on there are two.
 _FSDP = ("FullyShardedDataParallel", "MegatronFSDP")
 _COSTS = "microbatch_costs"  # the option that may be a function
-
-NAMED = Rule("a trainer of your own needs --pp-schedule", "none is given", "give e.g. 'v-half'")
-BUILT = Rule(
-    "a forward-backward function of your own does not support --pp-schedule {schedule}",
-    "it places stages as a V, which changes how Megatron builds the model",
-    "use megatron_ext.enable()",
-)
-RULES = (NAMED, BUILT)
 
 
 class Library(EntryPoint):
@@ -66,7 +58,8 @@ class Library(EntryPoint):
             options = {**options, _COSTS: "lengths"}
         self._options = vars(parsed(options))
         args: Any = SimpleNamespace(**self._options, rank=_rank())
-        NAMED.require(given(args))
+        if not given(args):
+            raise ConfigError("a trainer of your own needs --pp-schedule; give e.g. 'v-half'")
         run = Run(args, self.hooks.version, training=False, library=True)
         run.lengths_of = function if callable(function) else None
         self._run = self.checked(run)
@@ -75,21 +68,14 @@ class Library(EntryPoint):
         self._shared: dict[Feature, Sequence[Callback]] = {}
         self._models: weakref.WeakSet[_OfModel] = weakref.WeakSet()
 
-    @property
-    def vee(self) -> bool:
-        """V placement is asked for."""
-        return self._run.request is not None and self._run.request.vee
-
     def open(self) -> None:
         """Bind the hooks that all models share.
 
         Raises:
-            ConfigError: one cannot be bound, or nothing would ever call them.
+            ConfigError: one cannot be bound.
         """
-        if self._entry:
-            self._require_pipeline()
         shared = [feature for feature in self.features if not feature.per_model]
-        hooks = [*self.pipeline_hooks(), *declared(self)] if self._entry else []
+        hooks = self.pipeline_hooks() if self._entry else []
         self._shared = self.begin(self._run, shared, hooks)
 
     def revert(self) -> None:
@@ -148,6 +134,7 @@ class Library(EntryPoint):
         features = [type(f)() if f.per_model else f for f in self.features]
         for feature in features:
             feature.check(run)
+        require_allowed(run.args, in_use(run))
         own = self.begin(run, [feature for feature in features if feature.per_model])
         every = {**self._shared, **own}
         assert run.request is not None and run.pipeline is not None
@@ -168,17 +155,6 @@ class Library(EntryPoint):
             )
             logger.debug("%s", self.hooks.report())
         return of_model
-
-    @hooked(PARALLEL_STATE, "a job without a pipeline would not be noticed")
-    def _with_pipeline_check(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        with in_options():
-            self._require_pipeline()
-        return result
-
-    def _require_pipeline(self) -> None:
-        assert self._run.request is not None
-        require_pipeline(self._run.request.name)
 
 
 class ModelArgs:
@@ -312,7 +288,6 @@ class DropIn:
         set_up()
         with in_options(), entry_point.set_aside():
             self._library = Library(options, entry=False)
-            BUILT.require(not self._library.vee, schedule=options.get("schedule"))
             self._library.open()
             self._library.hooks.pause()
         _alive.append(self._library)

@@ -10,8 +10,7 @@ from ..schedule.link import Link
 from ..schedule.passes.offload import wanted_chunks
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
-from .errors import named_errors
-from .rules import ENOUGH_CHUNKS
+from .errors import ConfigError, named_errors
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,10 @@ class OffloadRequest:
         try:
             wanted_chunks(self.wanted, chunks)
         except ValueError:
-            raise ENOUGH_CHUNKS.broken(wanted=self.wanted, chunks=chunks) from None
+            raise ConfigError(
+                f"{self.wanted} chunks cannot be offloaded, since a rank has {chunks}; give 1 to "
+                f"{chunks}"
+            ) from None
         link = self.link(placement.pp)
         if link is not None:
             with self._named():

@@ -18,7 +18,6 @@ from ..runtime.wgrad import WeightGradStore
 from .callbacks import Callback, Step, arranged
 from .errors import ConfigError
 from .plans import Plans
-from .rules import TWO_RANKS, require
 from .runner import Call, Iteration, MegatronRunner
 from .utils import chunks_of
 
@@ -258,19 +257,6 @@ def pipeline_group(p2p_communicator: Any = None, pg_collection: Any = None) -> A
             "Megatron's P2PCommunicator or without one"
         )
     return p2p_communicator.pp_group
-
-
-def require_pipeline(schedule: str) -> None:
-    """Refuse Megatron's global groups, if they are made, without a pipeline: nothing would call it.
-
-    Raises:
-        ConfigError: it has one rank.
-    """
-    from megatron.core import parallel_state as state
-
-    if state.model_parallel_is_initialized():
-        pp, size = state.get_pipeline_model_parallel_world_size(), "pipeline_model_parallel_size"
-        require((TWO_RANKS,), name=schedule, size=size, pp=pp)
 
 
 def groups_of_call(pipeline: Any, pg_collection: Any = None, config: Any = None) -> tuple[Any, ...]:

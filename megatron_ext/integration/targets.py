@@ -68,7 +68,6 @@ class Target(NamedTuple):
 
 _CORE, _TRAINING = "megatron.core", "megatron.training"
 _GPT = f"{_CORE}.models.gpt.gpt_model:GPTModel"
-_HYBRID = f"{_CORE}.models.hybrid.hybrid_model:HybridModel"
 _LAYER = f"{_CORE}.transformer.moe.moe_layer:MoELayer"
 
 # Pipeline.
@@ -114,13 +113,6 @@ GPT_POSTPROCESS = Target.at(
     f"{_GPT}._postprocess", "self", "hidden_states", "labels", "mtp_in_postprocess", "loss_mask"
 )
 GPT_STATE = Target.at(f"{_GPT}.sharded_state_dict", "self")
-HYBRID_MODEL = Target.at(_HYBRID)
-HYBRID_INIT = Target.at(f"{_HYBRID}.__init__", "self", "config", "pre_process", "post_process")
-HYBRID_FORWARD = Target.at(f"{_HYBRID}.forward", "self", "inference_context")
-HYBRID_SEGMENT = Target.at(
-    f"{_CORE}.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
-    *("main_pattern", "pp_group", "vp_stage", "first_stage_layers", "last_stage_layers"),
-)
 ATTENTION = {
     name: Target.at(
         f"{_CORE}.{place}.forward",
@@ -179,10 +171,6 @@ BALANCING_LOG = Target.at(
     *("self", "activation", "aux_loss", "valid_token_count"),
 )
 Z_LOSS = Target.at(f"{_ROUTER}:z_loss_func", "logits", "z_loss_coeff")
-GRAPH_ORDER = Target.at(
-    f"{_CORE}.transformer.cuda_graphs:convert_schedule_table_to_order",
-    *("num_warmup_microbatches", "num_model_chunks", "schedule_table"),
-)
 
 # Gradients.
 LINEAR = Target.at(

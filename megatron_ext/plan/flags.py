@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from .._conflict import values_of
-from .._input import attribute, flag_of
+from .._input import attribute, flag_of, values_of
 from . import overlap
 from .defaults import job_with_defaults
 from .layout import check_stages

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from .._conflict import Conflict, argument, first_conflict, values_of
+from .._input import argument, flag_of, values_of
 from .model import Job, PlanError
 
 FLAG = "--overlap-moe-expert-parallel-comm"
@@ -18,83 +17,27 @@ ASSUMPTIONS = (
     "passes in pairs: the longer of their computation and their all-to-alls; what Megatron's plans "
     "of layers keep between a layer's parts, beside activation sets, is not counted",
 )
-
-_WHOLE = "passes in pairs run layer by layer, and recompute no whole layer; drop it"
-_GRAPHS = "graphs are captured for single passes; drop it"
-
-CONFLICTS = (
-    Conflict(
-        "--pp-offload",
-        "Megatron's plans of layers keep tensors between a layer's parts, beside those that "
-        "autograd saves and offload could move; drop it, or use --pp-memory-cap",
-    ),
-    Conflict(
-        "--pp-vocab-parallel",
-        "the vocabulary's passes take the output layer out of the last stage, which a pair "
-        "needs whole; drop it",
-    ),
-    Conflict("--recompute-granularity", _WHOLE, values=("full",)),
-    Conflict("--recompute-method", _WHOLE),
-    Conflict("--recompute-num-layers", _WHOLE),
-    Conflict(
-        "--recompute-modules",
-        "the all-to-all would run again in the backward pass, unhidden; take it out",
-        values=("moe",),
-    ),
-    Conflict(
-        "--moe-shared-expert-overlap",
-        "shared experts run on a stream of their own beside the all-to-all, which the pair "
-        "hides already; drop it",
-    ),
-    Conflict(
-        "--moe-token-dispatcher-type",
-        "its exchange is no all-to-all that could be started by itself; use alltoall or flex",
-        values=("allgather",),
-    ),
-    Conflict("--cuda-graph-impl", _GRAPHS),
-    Conflict("--enable-cuda-graph", _GRAPHS),
-    Conflict("--external-cuda-graph", _GRAPHS),
+# What Megatron refuses beside its own pairs, of flags that plan does not know.
+_ALONE = (
+    *("moe_shared_expert_overlap", "cuda_graph_impl", "enable_cuda_graph"),
+    "external_cuda_graph",
 )
 
 
-def unmet(experts: int | None, ranks: int, depths: int, half: bool) -> tuple[str, str, str] | None:
-    """What Megatron's own pairs need, what this model has in its place, and the fix; None: all is
-    there.
-
-    Args:
-        experts: of a layer.
-        ranks: of expert parallelism.
-        depths: of multi-token prediction.
-        half: parameters have 16 bits.
-    """
-    spread, one = f"--expert-model-parallel-size is {ranks}", f"--mtp-num-layers is {depths}"
-    needs = (
-        (bool(experts), ("experts", f"--num-experts is {experts}", "drop it")),
-        (ranks > 1, ("experts on several ranks", spread, "raise it, or drop the pairs")),
-        (half, ("16-bit parameters", "they have 32", "add --bf16 or --fp16")),
-        (depths <= 1, ("one layer for multi-token prediction at most", one, "give 1")),
-    )
-    return next((need for holds, need in needs if not holds), None)
-
-
 def refusal(job: Job) -> str | None:
-    """Why training refuses passes in pairs for this job; None: it does not."""
-    need = unmet(
-        job.num_experts,
-        job.expert_model_parallel_size,
-        len(job.mtp_layers),
-        job.params_dtype in ("bf16", "fp16"),
+    """The first thing that passes in pairs need and this job lacks; None: it may have them."""
+    modules = job.recompute_modules or ()
+    needs = (
+        (job.num_experts, "experts"),
+        (job.expert_model_parallel_size > 1, "experts on several ranks"),
+        (job.params_dtype in ("bf16", "fp16"), "16-bit parameters (--bf16 or --fp16)"),
+        (len(job.mtp_layers) <= 1, "one layer for multi-token prediction at most"),
+        (job.recompute_granularity != "full", "no whole layer recomputed"),
+        ("moe" not in modules, "no moe in --recompute-modules"),
+        (job.moe_token_dispatcher_type != "allgather", "the dispatcher alltoall or flex"),
+        (not job.vocab_parallel, "a whole vocabulary (no --pp-vocab-parallel)"),
     )
-    if need is not None:
-        return "it needs {}, but {}; {}".format(*need)
-    args = SimpleNamespace(
-        pp_vocab_parallel=job.vocab_parallel,
-        recompute_granularity=job.recompute_granularity,
-        recompute_method=job.recompute_method,
-        recompute_modules=job.recompute_modules,
-        moe_token_dispatcher_type=job.moe_token_dispatcher_type,
-    )
-    return _conflict(args)
+    return next((f"it needs {need}" for holds, need in needs if not holds), None)
 
 
 def refuse(job: Job) -> None:
@@ -124,13 +67,6 @@ def exclude_pairs(given: dict[str, Any], ignored: Sequence[str]) -> None:
     Raises:
         PlanError: pairs are asked for.
     """
-    why = _conflict(SimpleNamespace(**values_of(ignored)))
-    if why is None:
-        return
-    if given.setdefault(argument(FLAG), False):
-        raise PlanError(f"{FLAG} {why}")
-
-
-def _conflict(args: Any) -> str | None:
-    found = first_conflict(CONFLICTS, args)
-    return None if found is None else f"cannot be combined with {found[1]}"
+    beside = [name for name in values_of(ignored) if name in _ALONE]
+    if beside and given.setdefault(argument(FLAG), False):
+        raise PlanError(f"{FLAG} cannot be combined with {flag_of(beside[0])}; drop one of them")

@@ -1,78 +1,16 @@
-"""Slices of sequences in a plan: which jobs training cuts, and what the slices cost.
-
-``--pp-slices`` in training refuses by the same list.
-"""
+"""Slices of sequences in a plan: which jobs training cuts, and what the slices cost."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
-from .._conflict import Conflict
 from ..schedule import GENERATORS, ScheduleSpec
 from ..schedule.select import IN_PAIRS
 from ..schedule.units import shares_of
 from .model import Job
 
 FLAG = "--pp-slices"
-_WHOLE = "it takes whole microbatches; drop it"
-
-
-class _WithEngine(Conflict):
-    """A conflict with Transformer Engine's attention only."""
-
-    def found(self, args: Any) -> str | None:
-        return None if getattr(args, "transformer_impl", "") == "local" else super().found(args)
-
-
-CONFLICTS = (
-    Conflict("--moe-expert-capacity-factor", "a slice would drop other tokens; drop it"),
-    Conflict(
-        "--moe-router-load-balancing-type",
-        "it balances the tokens of one call; use aux_loss or an expert bias",
-        values=("sinkhorn", "quantile_balancing"),
-    ),
-    Conflict("--moe-router-force-load-balancing", "its random numbers are a call's; drop it"),
-    Conflict("--moe-router-force-biased", "its random numbers are a call's; drop it"),
-    Conflict("--moe-enable-routing-replay", "it replays calls; drop it"),
-    Conflict("--transformer-impl", "its attention is not cut; use local or transformer_engine",
-             off=("local", "transformer_engine")),
-    Conflict("--use-legacy-models", "its attention is not cut; drop it"),
-    Conflict("--experimental-attention-variant", "it is not cut; drop it"),
-    Conflict(
-        "--mtp-use-repeated-layer",
-        "recompute could not tell the depths of one layer apart; drop it",
-    ),
-    Conflict("--context-parallel-size", "it cuts sequences, too; drop it"),
-    Conflict("--sliding-window-size", "its mask is not cut; drop it"),
-    _WithEngine(
-        "--window-size", "no kernel was tested that has both; drop it, or use "
-        "--transformer-impl local"
-    ),
-    Conflict("--enable-mhc-connections", "their streams are not cut; drop it"),
-    Conflict("--enable-hyper-connections", "their streams are not cut; drop it"),
-    Conflict("--hybrid-layer-pattern", "recurrent layers have no slices; drop it"),
-    Conflict("--hybrid-override-pattern", "recurrent layers have no slices; drop it"),
-    Conflict("--fp8-format", "its attention takes whole sequences; drop it"),
-    Conflict("--fp4-format", "every slice would be scaled by itself; drop it"),
-    Conflict("--tp-comm-overlap", "its buffers are those of whole sequences; drop it"),
-    Conflict("--cuda-graph-impl", "a captured layer has one length; drop it"),
-    Conflict("--enable-cuda-graph", "a captured layer has one length; drop it"),
-    Conflict("--external-cuda-graph", "a captured layer has one length; drop it"),
-    Conflict("--overlap-moe-expert-parallel-comm", _WHOLE),
-    Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
-    Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
-             beside="--multi-latent-attention"),
-    Conflict("--logits-save-dir", "it counts calls as microbatches; drop it"),
-    Conflict("--logits-load-dir", "it counts calls as microbatches; drop it"),
-    Conflict("--export-kd-teacher-load", "its losses are not cut; drop it"),
-    Conflict("--save-activations-interval", "they would be those of a slice; drop it"),
-    Conflict("--save-dgrads-interval", "they would be those of a slice; drop it"),
-    Conflict("--pp-vocab-parallel", "tokens behind a slice would be missing; drop one of them",
-             beside="--mtp-num-layers"),
-)  # fmt: skip
-
 PACKED = ("--sft", "--dataloader-inter-document-masking")  # they pack documents in sequences
 NUMBERS = (2, 4)  # of slices that a search tries
 LONG = 16_384  # tokens of a sequence that is worth cutting whatever the microbatches

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, Run
+from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features import lengths
 from megatron_ext.integration.features.lengths import Lengths
 from megatron_ext.integration.features.schedule import Schedule
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.plan.loads import Load
-from megatron_ext.schedule import NAMES, ScheduleSpec, generate
-from megatron_ext.schedule.io import save
+from megatron_ext.schedule import NAMES, ScheduleSpec
 from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.planner import Planner, StepUnits
 from megatron_ext.schedule.select import suiting
@@ -38,32 +36,6 @@ def test_off_without_it() -> None:
     for value in (None, "equal"):
         run = checked(pp_microbatch_costs=value, pp_offload="full")
         assert Lengths().start(run) == ()
-
-
-@pytest.mark.parametrize("library", [False, True])
-@pytest.mark.parametrize("rule", Lengths.conflicts, ids=lambda rule: rule.flag)
-def test_conflicts(rule: Conflict, library: bool) -> None:
-    values: dict[str, Any] = {rule.attribute: list(rule.values) or 2}
-    if rule.beside:
-        checked(library=library, **values)
-        values["pp_reorder_microbatches"] = True
-    with pytest.raises(
-        ConfigError, match=f"--pp-microbatch-costs lengths does not support {rule.flag}"
-    ):
-        checked(library=library, **values)
-    for off in rule.off:
-        checked(library=library, **{rule.attribute: off})
-
-
-def test_orders_that_cannot_be_made(tmp_path: Any) -> None:
-    path = tmp_path / "x.json"
-    save(generate("zb-h1", 2, 4), path)
-    for schedule, why in (
-        (str(path), "is a file, whose order is fixed"),
-        ("dualpipev", "run in pairs"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            checked(schedule)
 
 
 def test_auto_leaves_out_what_cannot_be_made() -> None:

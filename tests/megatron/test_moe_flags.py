@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megatron.core.enums import Fp8Recipe
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, Run
-from megatron_ext.integration.features.moe import CONFLICTS, MoE
-from megatron_ext.integration.features.moe.flags import MoERequest, require_supported
+from megatron_ext.integration.features.moe import MoE
+from megatron_ext.integration.features.moe.flags import MoERequest
 from megatron_ext.integration.hooks import around
+from megatron_ext.integration.support import CHUNKS, require_allowed
 from megatron_ext.moe.plan import LayerPlan, Strategy, candidates
 from tests.support.stand_ins import megatron_args, started
 
@@ -95,27 +95,9 @@ def test_priority_is_for_experts_on_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found(1, 2) is None
 
 
-def _breaking(rule: Conflict) -> dict[str, Any]:
-    """Megatron's arguments that break ``rule``, and no other."""
-    beside = {"fp8": "hybrid"} if rule.beside else {}
-    return {rule.attribute: rule.values[0] if rule.values else True, **beside}
-
-
-@pytest.mark.parametrize("rule", CONFLICTS, ids=lambda rule: rule.flag)
-def test_conflicts_are_refused(rule: Conflict) -> None:
-    """By the feature before training, and by each layer, whoever built it."""
-    args = arguments(**_breaking(rule))
-    with pytest.raises(ConfigError, match="--moe-pipeline-chunks 4 does not support") as error:
-        MoE().check(Run(args, "0.19.0"))
-    assert rule.flag in str(error.value) and rule.reason in str(error.value)
-    with pytest.raises(ConfigError, match="an MoE layer in chunks does not support"):
-        require_supported(args)
-    require_supported(arguments())
-
-
 def test_recipes_with_scales_of_a_call() -> None:
     for recipe in ("blockwise", "mxfp8", "tensorwise", Fp8Recipe.blockwise):
-        require_supported(arguments(fp8="e4m3", fp8_recipe=recipe))
-    require_supported(arguments(fp8=None, fp8_recipe="delayed"))  # Megatron's defaults
-    with pytest.raises(ConfigError, match="--fp8-recipe delayed"):
-        require_supported(arguments(fp8="e4m3", fp8_recipe=Fp8Recipe.delayed))
+        require_allowed(arguments(fp8="e4m3", fp8_recipe=recipe), {CHUNKS})
+    require_allowed(arguments(fp8=None, fp8_recipe="delayed"), {CHUNKS})  # Megatron's defaults
+    with pytest.raises(ConfigError, match="delayed FP8 scales"):
+        require_allowed(arguments(fp8="e4m3", fp8_recipe=Fp8Recipe.delayed), {CHUNKS})

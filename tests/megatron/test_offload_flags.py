@@ -19,7 +19,7 @@ from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
 from megatron_ext.schedule.planner import Knowledge
-from tests.support.stand_ins import after_megatron, before_megatron
+from tests.support.stand_ins import after_megatron
 
 from .test_flags import arguments
 
@@ -71,16 +71,13 @@ def test_wrong_flags(flags: dict[str, Any], parts: list[str]) -> None:
 
 
 class TestWithASchedule:
-    def test_a_pipeline_of_one(self) -> None:
-        choice = ScheduleRequest.of("1f1b", offloading=asked("full"))
-        with pytest.raises(ConfigError, match="--pipeline-model-parallel-size >= 2, but it is 1"):
-            before_megatron(arguments(pipeline_model_parallel_size=1), choice)
-
     @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("v-half", 2)])
     def test_more_chunks_than_there_are(self, name: str, chunks: int) -> None:
         choice = ScheduleRequest.of(name, offloading=asked(chunks=3))
         virtual = chunks if chunks > 1 else None
-        with pytest.raises(ConfigError, match=f"--pp-offload-chunks 3 needs .+ it has {chunks};"):
+        with pytest.raises(
+            ConfigError, match=f"3 chunks cannot be offloaded, since a rank has {chunks};"
+        ):
             after_megatron(arguments(virtual_pipeline_model_parallel_size=virtual), choice)
 
     def test_the_plan_is_the_passs(self) -> None:

@@ -114,7 +114,7 @@ def test_tied_copies_that_differ_are_refused(on_rank: Any) -> None:
     on_rank(0)
     check = started(VPlacement)._require_equal_copies
     check(_step(_tied(1.0, 1.0)))
-    with pytest.raises(ConfigError, match="v-half needs equal copies .* differ"):
+    with pytest.raises(ConfigError, match="but they differ; load a torch_dist"):
         check(_step(_tied(1.0, 2.0)))
     on_rank(1)
     check(_step(_tied(1.0, 2.0)))
@@ -134,7 +134,7 @@ def test_tied_copies_that_are_trained_apart_are_refused(on_rank: Any) -> None:
         assert [float(weight.grad.sum()) for weight in weights] == [36, 36]  # once
     feature._require_equal_copies(_step(chunks))
     weights[0].data += 1
-    with pytest.raises(ConfigError, match="differ, since each was trained by its own gradient"):
+    with pytest.raises(ConfigError, match="differ; finalize gradients"):
         feature._require_equal_copies(_step(chunks))
 
 
@@ -156,8 +156,3 @@ def test_the_bridge_loads_both_copies(on_rank: Any, monkeypatch: pytest.MonkeyPa
     MegatronModelBridge()._broadcast_shared_embeddings(chunks)
     hooks.revert()
     assert float(chunks[1].shared_embedding_or_output_weight()[0, 0]) == 1.0
-
-
-def test_groups_without_parallel_state_are_refused(on_rank: Any) -> None:
-    with pytest.raises(ConfigError, match="use_decentralized_pg=False"):
-        utils.is_vp_last_stage(vp_stage=1, vp_size=2)

@@ -77,11 +77,16 @@ class TestFlags:
         joined = checked(file("joined", slices=2, joined=True), pp_slices=None).request
         assert joined is not None and joined.cut is not None and joined.cut.joined
         for path, flags, why in (
-            (sliced, {}, "has 3 slices a microbatch; drop it, or give --pp-slices 3"),
-            (sliced, {"pp_slices": 1}, "--pp-slices 1 needs .* has 3 slices a microbatch"),
-            (sliced, {"pp_slices": 3, "pp_slice_weights": "joined"}, "has a W for every slice"),
-            (whole, {}, "is a file, whose order is fixed; drop"),
-            (whole, {"pp_slices": None, "pp_slice_tokens": 8}, "--pp-slice-tokens 8 is for"),
+            (sliced, {}, "is not what the schedule file has"),
+            (sliced, {"pp_slices": "auto"}, "is not what the schedule file has"),
+            (sliced, {"pp_slices": 1}, "--pp-slices 1 is not what the schedule file has"),
+            (
+                sliced,
+                {"pp_slices": 3, "pp_slice_weights": "joined"},
+                "joined is not what the schedule file has",
+            ),
+            (whole, {}, "is not what the schedule file has"),
+            (whole, {"pp_slices": None, "pp_slice_tokens": 8}, "--pp-slice-tokens 8 is not what"),
         ):
             with pytest.raises(ConfigError, match=why):
                 checked(path, **flags)
@@ -124,14 +129,6 @@ class TestFlags:
                 Slices().check(run)
             if fits:
                 assert run.request.cut is None and run.slices_of(17) == 3
-
-    @pytest.mark.parametrize("rule", Slices.conflicts, ids=lambda rule: rule.flag)
-    def test_conflicts(self, rule: Any) -> None:
-        values: dict[str, Any] = {rule.attribute: list(rule.values) or 2}
-        if rule.beside:
-            values[rule.beside.removeprefix("--").replace("-", "_")] = True
-        with pytest.raises(ConfigError, match=f"--pp-slices 4 does not support {rule.flag}"):
-            checked(**values)
 
     @pytest.mark.parametrize(
         ("changed", "words"),
@@ -360,7 +357,7 @@ class TestCausal:
             ("local", ("no_mask", "padding")),
         ):
             for kind in kinds:
-                with pytest.raises(ConfigError, match=f"causal attention, but .* is {kind}; drop"):
+                with pytest.raises(ConfigError, match=f"causal core attention .* is {kind}; drop"):
                     self.attend(name, first, kind)
 
     def test_masks(self) -> None:
@@ -373,7 +370,7 @@ class TestCausal:
         assert kind.name == "padding"
         mask, *_ = self.attend("local", units[1], "causal", causal[None, None])
         assert mask.shape == (1, 1, 2, 4)
-        with pytest.raises(ConfigError, match="the mask lets slice 0/0 see later ones"):
+        with pytest.raises(ConfigError, match="a mask shows later tokens"):
             self.attend("local", units[0], "causal", ahead[None, None])
         # The host waits in the first microbatch only.
         self.attend("local", units[2], "causal", ahead[None, None])
@@ -394,7 +391,7 @@ def test_losses_of_slices_are_added() -> None:
     assert pair["lm loss"].tolist() == [7, 8]
     mean = added({"lm loss": torch.tensor(0.25)}, {"lm loss": torch.tensor(0.5)})
     assert mean["lm loss"] == 0.75
-    with pytest.raises(ConfigError, match="but it reported tuple"):
+    with pytest.raises(ConfigError, match="the loss reported tuple"):
         added((1, 2), (3, 4))
 
 
@@ -415,9 +412,9 @@ def test_losses_that_are_not_linear_are_refused() -> None:
     output, loss = with_loss_function(step, _linear)(None, "model", of=mean)
     assert loss(output)[0] == 1 and drawn == ["model"]
     for wrong, said in (
-        (ratio, "are 0 it gives 0.606531"),
-        (torch.max, "in every second token it gives 1, in the others 1, and in all 1"),
-        (lambda losses: mean(losses) ** 2, "it gives 1 and 0, and for both 1" and "0.25"),
+        (ratio, "of 0 it gives 0.606531"),
+        (torch.max, "of two halves it gives 1 and 1, of both 1"),
+        (lambda losses: mean(losses) ** 2, "of two halves it gives 0.25 and 0.25, of both 1"),
     ):
         with pytest.raises(ConfigError, match=f"is linear in .*{said}"):
             with_loss_function(step, _linear)(None, "model", of=wrong)
@@ -427,8 +424,8 @@ def test_losses_that_are_not_linear_are_refused() -> None:
     ("report", "fault"),
     [
         (lambda x: {"lm loss": torch.stack([x.sum(), torch.tensor(4.0)]), "mean": x.mean()}, None),
-        (lambda x: {"loss": x.sum(), "tokens": 4}, r"tokens is \[4\] where .* \[4\] where they"),
-        (lambda x: {"of samples": x.sum(1)}, r"of samples is \[0.0, 0.0\] .* \[2.0, 2.0\] where"),
+        (lambda x: {"loss": x.sum(), "tokens": 4}, "tokens is not"),
+        (lambda x: {"of samples": x.sum(1)}, "of samples is not"),
     ],
 )
 def test_reports_that_slices_would_not_add_right_are_refused(report: Any, fault: Any) -> None:
@@ -466,7 +463,7 @@ def test_forward_steps_that_draw_are_refused(draw: Any) -> None:
     )
     for unit in units_of([2]):
         wrong = unit.slice and draw is not int
-        why = pytest.raises(ConfigError, match="a forward step that draws random numbers before")
+        why = pytest.raises(ConfigError, match="it draws random numbers")
         with passes.slicing.at(cuts, 0, unit, first=True), why if wrong else _NOTHING:
             runner.forward_step_func(0, unit)(None, chunk)
 
@@ -477,9 +474,9 @@ def test_layers_that_are_not_cut_are_refused() -> None:
     model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer, layer]))
     _require_attention(model, 2)
     _require_attention(SimpleNamespace(decoder=SimpleNamespace(layers=[])), 0)
-    with pytest.raises(ConfigError, match="in a SimpleNamespace 1 of 2 layers went through it"):
+    with pytest.raises(ConfigError, match="but 1 of 2 layers have it"):
         _require_attention(model, 1)
-    with pytest.raises(ConfigError, match="0 of 0 layers went through it .none."):
+    with pytest.raises(ConfigError, match="0 of 0 layers have it .none."):
         _require_attention(SimpleNamespace(encoder=1), 0)
 
 
@@ -534,7 +531,7 @@ def test_every_microbatch_is_cut_for_its_own_length() -> None:
     with slicing.at(cuts, 1, first, first=True):
         assert slicing.span == (0, 2)  # of a stage that gets no tokens
         keys = torch.zeros(3, 1, 1, 4)
-        with pytest.raises(ConfigError, match="slice 0/0 has tokens 0 to 2 of 4, and a layer has"):
+        with pytest.raises(ConfigError, match="slice 0/0 has tokens 0 to 2 and a layer"):
             attended(slicing, object(), keys, keys)
 
 

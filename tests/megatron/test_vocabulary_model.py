@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, Run
+from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.vocabulary import VocabularyParallel
+from megatron_ext.integration.support import OWN_LOSS
 from megatron_ext.releases import TAGS
 from tests.checkout.test_checkpoints import tensors
 from tests.support.case_server import Cases, case_results
@@ -72,7 +72,7 @@ def test_passes_of_the_ends(cases: Cases, name: str) -> None:
         assert "needs the embeddings of (2, 16) tokens but has none" in rank["refused"]
     for rank in ranks[len(ranks) // 2 :]:
         assert rank["hidden"] and rank["labels"]
-        assert "does not support the generation of text" in rank["refused"]
+        assert "cannot generate text" in rank["refused"]
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -93,26 +93,6 @@ def test_checkpoint_from_stock_and_back(cases: Cases, name: str) -> None:
     assert any("mtp.layers.0." in key for key in held["ours"]) == ("mtp" in name)
 
 
-def test_vocabulary_that_cannot_be_shared_out(cases: Cases) -> None:
-    text = cases["uneven"]["refused"]
-    assert "its 1023 padded entries are no multiple of 2; pad it to 1024" in text
-
-
-def test_a_hybrid_model(cases: Cases) -> None:
-    found = cases["uneven"]["hybrid"]
-    assert "GPTModel, but this model is a " in found
-    assert "HybridModel" in found or "MambaModel" in found
-
-
-def test_another_model() -> None:
-    import torch
-
-    from megatron_ext.integration.features.vocabulary.model import shard_of
-
-    with pytest.raises(ConfigError, match=r"megatron\.core's GPTModel, but this model is a Linear"):
-        shard_of([torch.nn.Linear(1, 1)])
-
-
 def checked(**given: Any) -> Run:
     """A run with ``--pp-vocab-parallel`` after the feature's checks."""
     values: dict[str, Any] = {
@@ -131,49 +111,10 @@ def checked(**given: Any) -> Run:
     return run
 
 
-def refusal(**given: Any) -> str:
-    """The sentence with which a run is refused before Megatron's validation."""
-    with pytest.raises(ConfigError) as error:
-        checked(**given)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("rule", VocabularyParallel.conflicts, ids=lambda rule: rule.flag)
-def test_what_it_does_not_support(rule: Conflict) -> None:
-    text = refusal(**{rule.attribute: "something", "save": "somewhere"})
-    assert text == f"--pp-vocab-parallel does not support {rule.flag} something: {rule.reason}"
-    for off in (None, *rule.off):
-        checked(**{rule.attribute: off, "save": "somewhere"})
-
-
-def test_format_of_checkpoints_that_nobody_writes_or_reads() -> None:
-    checked(ckpt_format="torch")
-    for place in ("save", "load", "pretrained_checkpoint"):
-        assert "--ckpt-format torch" in refusal(ckpt_format="torch", **{place: "somewhere"})
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (
-            {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|m|L"},
-            "--pipeline-model-parallel-layout Et|t|m|L has its layers (m) before that; put them on "
-            "the last stage, as in 'tmL'",
-        ),
-        (
-            {"padded_vocab_size": 1020},
-            "its 1020 padded entries are no multiple of 8; pad it to 1024",
-        ),
-    ],
-)
-def test_flags_that_cannot_work(given: dict[str, Any], text: str) -> None:
-    assert text in refusal(**given)
-
-
 def test_the_script_changes_whole_matrices(cases: Cases) -> None:
     """Before they are shared out: what it freezes and fills is frozen and filled on all ranks. A
     loss of its own, which wants logits, is refused."""
-    said = "--pp-vocab-parallel does not support a model with another compute_language_model_loss"
+    said = OWN_LOSS.sentence
     assert cases["provider"]["ranks"] == [([False, True], True, said)] * 2
 
 
@@ -200,10 +141,3 @@ def test_padding_that_is_given_stays() -> None:
     run = checked(padded_vocab_size=24, pipeline_model_parallel_size=6)
     assert run.args.make_vocab_size_divisible_by == 128
     assert run.notices == []
-
-
-def test_size_that_comes_with_a_checkpoints_arguments() -> None:
-    run = checked()
-    run.args.padded_vocab_size = 1020  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="no multiple of 8"):
-        VocabularyParallel().check_derived(run)

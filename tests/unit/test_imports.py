@@ -14,7 +14,7 @@ from tests.support import ROOT
 
 PACKAGE = ROOT / "megatron_ext"
 
-_TOOLS = {"_input", "_conflict", "_megatron_flags", "schedule", "plan", "view"}
+_TOOLS = {"_input", "_megatron_flags", "schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
 _ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching"}
 _ALL |= {"_log", "_terminal", "prove", "releases"}
@@ -22,16 +22,15 @@ _ALL |= {"_log", "_terminal", "prove", "releases"}
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "_input": (set(), set()),
-    "_conflict": ({"_input", "_megatron_flags"}, set()),
     "_log": (set(), set()),
     "_megatron_flags": (set(), set()),
     "_terminal": (set(), set()),
     "schedule": ({"_input", "schedule"}, set()),
-    "plan": ({"_input", "_conflict", "schedule", "plan"}, {"numpy"}),
+    "plan": ({"_input", "schedule", "plan"}, {"numpy"}),
     # The plans of MoE layers, so that what is planned is what runs.
     **dict.fromkeys(
         ("plan/moe_job.py", "plan/moe_layer.py", "plan/moe_times.py"),
-        ({"_input", "_conflict", "plan", "moe"}, set()),
+        ({"_input", "plan", "moe"}, set()),
     ),
     "view": ({"_input", "_terminal", "schedule", "view"}, set()),
     "runtime": (_TOOLS | _ENGINE, {"torch"}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..feature import Feature
 from .checkpoint import Checkpoint
 from .consistency import Consistency
-from .cuda_graphs import CudaGraphs
 from .lengths import Lengths
 from .moe import MoE
 from .offload import Offload
@@ -21,7 +20,7 @@ from .vocabulary import VocabularyParallel
 
 # Why this order: a profile is read, and sequences are cut, before the schedule is chosen; what a
 # step has is read behind the queues of its slices; profiles are written after all else of an
-# iteration has ended; graphs are captured behind all else of a step; offload wraps the linear
+# iteration has ended; offload wraps the linear
 # layers that split their backward pass; a trace is written while offloaded sets are still counted;
 # the vocabulary is shared out of a model whose ends lie where V placement has them; pairs take the
 # place of the passes that are left then; MoE layers see a step begin around the schedule that runs
@@ -31,7 +30,6 @@ FEATURES: tuple[type[Feature], ...] = (
     Lengths,
     Slices,
     Schedule,
-    CudaGraphs,
     SplitBackward,
     Offload,
     Recompute,

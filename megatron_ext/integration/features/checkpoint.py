@@ -15,39 +15,20 @@ from ..arguments import MegatronArgs
 from ..callbacks import Callback
 from ..feature import Feature, Run
 from ..hooks import hooked
-from ..rules import Rule
+from ..support import BY_RANK, require
 from ..targets import LOAD_BASE, RESHARDABLE_STATE
 
-BY_RANK = Rule(
-    "--pp-schedule {schedule} does not support {what}",
-    "files in the format torch number layers by rank and chunk, not as a V does",
-    "{fix}",
-)
 
-
-def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
+def choose_formats(args: MegatronArgs) -> str | None:
     """Before Megatron's validation: the formats that a run under ``--pp-schedule`` saves in.
 
     Args:
         args: Megatron's arguments; the reshardable optimizer format is switched on in them.
-        name: the schedule, for the sentences.
-        vee: it has V placement.
 
     Returns:
         What rank 0 should log, if anything.
-
-    Raises:
-        ConfigError: checkpoints by rank, whose format has no V placement.
     """
-    by_rank = args.ckpt_format == "torch"
-    loads = args.load and not args.auto_detect_ckpt_format
-    kept = not (vee and by_rank and (args.save or loads))
-    fix = "use --ckpt-format torch_dist"
-    BY_RANK.require(kept, schedule=name, what="--ckpt-format torch", fix=fix)
     converts = args.ckpt_convert_format
-    kept, what = not (vee and converts == "torch"), "--ckpt-convert-format torch"
-    fix = "convert without --pp-schedule"
-    BY_RANK.require(kept, schedule=name, what=what, fix=fix)
     distributed = args.use_distributed_optimizer or getattr(
         args, "use_layer_wise_distributed_optimizer", False
     )
@@ -75,17 +56,15 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
 class Checkpoint(Feature):
     """On for every schedule inside Megatron's training loop."""
 
-    rules = (BY_RANK,)
-
     def check(self, run: Run) -> None:
         if run.request is not None and not run.library:
-            notice = choose_formats(run.args, run.request.name, run.request.vee)
+            notice = choose_formats(run.args)
             run.notices += [] if notice is None else [notice]
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.training:
             return ()
-        self._name, self._vee = run.request.name, run.request.vee
+        self._vee = run.request.vee
         return (self,)
 
     @hooked(
@@ -95,13 +74,8 @@ class Checkpoint(Feature):
     )
     def _load_base_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        state, folder, _, kind = result
-        fix = (
-            "load it without --pp-schedule (--auto-detect-ckpt-format) and save it with "
-            "--ckpt-format torch_dist"
-        )
-        kept = state is None or kind.name != "LEGACY"
-        BY_RANK.require(kept, schedule=self._name, what=f"loading {folder}", fix=fix)
+        state, _, _, kind = result
+        require(BY_RANK, state is None or kind.name != "LEGACY")
         return result
 
     # Before core_v0.20 Megatron packs buckets without the padding at their ends, and then looks for

@@ -11,64 +11,27 @@ both take turns, and dispatch and combine run on a stream of their own.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ...plan.overlap import CONFLICTS, FLAG, unmet
 from ...runtime.executor import BackwardPass, ForwardPass
 from ..arguments import MegatronArgs
 from ..callbacks import Callback, Step
-from ..feature import Feature, Run, require_no_conflict
+from ..feature import Feature, Run
 from ..hooks import hooked
-from ..rules import Rule
 from ..runner import MegatronRunner
+from ..support import DELAYED, require
 from ..targets import CONFIG_POST_INIT
-from ..utils import LastModels, unwrapped
 
 DELAY = "--delay-wgrad-compute"
-
-NO_DELAY = Rule(
-    f"--pp-schedule {{schedule}} does not support {DELAY} without {FLAG}",
-    "the schedule itself delays weight gradients, to where they fill gaps",
-    "drop it",
-)
-BUILT = Rule(
-    f"the schedule needs layers that were built without {DELAY}",
-    "this model's delay weight gradients already, which the schedule does itself",
-    "build the model without it",
-)
-WITH_W = Rule(
-    f"{DELAY} is for schedules with passes for weight gradients",
-    "--pp-schedule {schedule} has none",
-    f"drop {DELAY}, or use one that has, e.g. zb-h1",
-)
-NEEDS = Rule(f"{FLAG} needs {{need}}", "{found}", "{fix}")
-PARTS = Rule(
-    f"{FLAG} needs a model that runs the parts of its layers one by one",
-    "{model} has no plan of them (build_schedule_plan)",
-    "drop it",
-)
-STEP = Rule(
-    f"{FLAG} needs a forward step that takes return_schedule_plan=True, as that of Megatron's "
-    "pretrain_gpt.py",
-    "{function} does not",
-    "drop it",
-)
 
 
 class Overlap(Feature):
     """On with Megatron's flag: makes the runner of every training iteration whose configuration
     asks for pairs."""
-
-    conflicts = CONFLICTS
-    rules = (NO_DELAY, BUILT, WITH_W, NEEDS, PARTS, STEP)
-
-    def __init__(self) -> None:
-        self._checked = LastModels()
 
     def check(self, run: Run) -> None:
         if run.request is not None:
@@ -91,16 +54,8 @@ class Overlap(Feature):
             config.virtual_pipeline_model_parallel_size = None
 
     def begin(self, step: Step) -> None:
-        iteration = step.call.iteration
-        if not wanted(iteration.config):
-            return
-        if not self._checked.are(iteration.models):
-            _require_plans(iteration.models, iteration.forward_step_func)
-            self._checked.set(iteration.models)
-        step.runner_type = PairRunner
-
-    def close(self) -> None:
-        self._checked = LastModels()
+        if wanted(step.call.iteration.config):
+            step.runner_type = PairRunner
 
 
 def wanted(args: MegatronArgs) -> bool:
@@ -109,38 +64,11 @@ def wanted(args: MegatronArgs) -> bool:
 
 
 def _check(run: Run) -> None:
-    args, request = run.args, run.request
-    assert request is not None
-    delays = bool(getattr(args, "delay_wgrad_compute", False))
-    if wanted(args):
-        require_no_conflict(args, Overlap.conflicts, {"": FLAG})
-        _require(args)
-    else:
-        NO_DELAY.require(not delays, schedule=request.name)
-    if not delays:
-        return
-    BUILT.require(not run.library)
-    WITH_W.require(request.splits_backward, schedule=request.name)
-    args.delay_wgrad_compute = False
-    run.notices.append(f"{DELAY}: the schedule's W passes do it")
-
-
-def _require(args: MegatronArgs) -> None:
-    """Raise for what Megatron asserts of its own schedule, before it does."""
-    half = bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
-    depths = args.mtp_num_layers or 0
-    lacks = unmet(args.num_experts, args.expert_model_parallel_size, depths, half)
-    if lacks is not None:
-        raise NEEDS.broken(**dict(zip(("need", "found", "fix"), lacks)))
-
-
-def _require_plans(models: Sequence[Any], forward_step: Callable[..., Any]) -> None:
-    """Raise where the model or the trainer has no plans of layers."""
-    for model in map(unwrapped, models):
-        PARTS.require(hasattr(model, "build_schedule_plan"), model=type(model).__name__)
-    function = getattr(forward_step, "func", forward_step)
-    takes = "return_schedule_plan" in inspect.signature(function).parameters
-    STEP.require(takes, function=getattr(function, "__qualname__", function))
+    args = run.args
+    if getattr(args, "delay_wgrad_compute", False):
+        require(DELAYED, not run.library)
+        args.delay_wgrad_compute = False
+        run.notices.append(f"{DELAY}: the schedule's W passes do it")
 
 
 class PairRunner(MegatronRunner):

@@ -16,9 +16,9 @@ from ...schedule.placement import Placement
 from ...schedule.schedule import Schedule
 from ..arguments import MegatronArgs
 from ..callbacks import Callback, Duration, Step
+from ..errors import ConfigError
 from ..feature import Feature, Flag, Run
 from ..measuring import Seconds, hop_seconds, pass_seconds
-from ..rules import FREE_ORDER
 from ..utils import gather_over
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ class ProfileSteps(Feature):
     """On with ``--pp-profile-steps``, and by default on CUDA devices."""
 
     per_model = True
-    rules = (FREE_ORDER,)
 
     flags = (
         Flag(
@@ -57,7 +56,8 @@ class ProfileSteps(Feature):
         steps = run.args.pp_profile_steps
         if run.request is not None and steps:
             flag = f"--pp-profile-steps {steps}"
-            FREE_ORDER.require(run.request.file is None, flag=flag, schedule=run.request.name)
+            if run.request.file is not None:
+                raise ConfigError(f"{flag} makes orders, and a file has one; name a schedule")
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None:

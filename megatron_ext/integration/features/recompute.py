@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from ...plan.refusals import CHEAP_RECOMPUTE
 from ..arguments import MegatronArgs
 from ..callbacks import Callback
-from ..feature import Feature, Flag, Run, require_no_conflict
+from ..feature import Feature, Flag, Run
 from ..hooks import hooked
 from ..targets import CHECKPOINT_INIT, MLP_FORWARD
 
@@ -39,8 +38,6 @@ class Recompute(Feature):
             "and recompute_modules=['layernorm'] in the model's configuration",
         ),
     )
-
-    conflicts = CHEAP_RECOMPUTE
 
     def check(self, run: Run) -> None:
         if run.args.pp_cheap_recompute:
@@ -109,11 +106,7 @@ def ask_megatron(args: MegatronArgs) -> None:
 
     Args:
         args: Megatron's arguments; ``recompute_granularity`` and ``recompute_modules`` are set.
-
-    Raises:
-        ConfigError: the recompute that the user asks for, or FP8's recipe, excludes this one.
     """
-    require_no_conflict(args, Recompute.conflicts, {"": FLAG})
     modules = args.recompute_modules
     if modules is None:
         # What Megatron would take for itself, which --recompute-activations stands for.

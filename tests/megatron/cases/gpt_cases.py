@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_ext.integration.feature import Run  # noqa: E402
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
-from megatron_ext.schedule import AUTO, generate, save  # noqa: E402
+from megatron_ext.schedule import AUTO, save  # noqa: E402
 from tests.support import ORDER_FILE  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
@@ -128,8 +128,6 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"slices": 3, "offload": "full", "offload_time": "0.1"},
     },
     # Captured in the first step, replayed in two, with an evaluation before each.
-    "1f1b-graphs": {"pp": 4, "schedule": "1f1b", "graphs": True},
-    "interleaved-graphs": {"pp": 4, "schedule": "interleaved", "chunks": 2, "graphs": True},
     "stock-recompute": {"pp": 2, "recompute": True},
     "v-half-recompute": {"pp": 2, "schedule": "v-half", "chunks": 2, "recompute": True},
 }
@@ -292,12 +290,6 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     m, chunks, schedule = case.get("m", 8), case.get("chunks", 1), case.get("schedule")
     forward_only = case.get("forward_only", False)
     installation, door, dropped_in = None, case.get("door"), None
-    tape = None
-    if case.get("graphs"):
-        from tests.support import cuda_graphs
-
-        tape = cuda_graphs.install()
-        case = {**case, "iterations": 3, "evaluate": True, "config": {"cuda_graph_impl": "local"}}
     if door is not None:
         opened = getattr(megatron_ext, door)(schedule, **case.get("options", {}))
         dropped_in = opened if door == "forward_backward_func" else None
@@ -313,7 +305,6 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             pipeline_model_parallel_size=case["pp"],
             pp_trace=str(folder),
             pp_profile_steps=case.get("profile"),
-            cuda_graph_impl="local" if tape else "none",
             micro_batch_size=1,
             data_parallel_size=1,
             global_batch_size=case.get("file_m", m),
@@ -370,29 +361,12 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             "losses": losses,
             "gradients": gradients,
             "embedding_ranks": parallel_state._EMBEDDING_GLOBAL_RANKS,
-            "extra": tape
-            and (len(tape.captured), tape.replays, tape.position, tape.calls, same_as_stocks(case)),
         }
     finally:
         parallel_state.destroy_model_parallel()
         megatron_ext.disable()
         if installation is not None:
             installation.revert()
-
-
-def same_as_stocks(case: dict[str, Any]) -> bool:
-    """Whether Transformer Engine would capture in the order that Megatron gives it by itself."""
-    from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
-
-    from megatron_ext.integration.features.cuda_graphs import capture_order
-
-    pp, m, chunks = case["pp"], case.get("m", 8), case.get("chunks", 1)
-    plan = generate(case["schedule"], pp, m, chunks)
-    warmup = schedules.get_pp_rank_microbatches(m, chunks, pp, False)[2]
-    stock = convert_schedule_table_to_order(
-        warmup, chunks, schedules.get_schedule_table(m, chunks, pp)
-    )
-    return capture_order(plan, parallel_state.get_pipeline_model_parallel_rank()) == stock
 
 
 def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:

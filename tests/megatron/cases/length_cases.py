@@ -260,7 +260,7 @@ def collectives(case: dict[str, Any]) -> list[str]:
         return torch.ones(2, requires_grad=True), functools.partial(loss_function, name)
 
     for ranks in ([0, 1], [dist.get_rank()]):
-        checked = LossFunctions().checked(step, ranks, "--pp-slice-tokens 4")
+        checked = LossFunctions().checked(step, ranks)
         for name in ("first", "second"):
             output, function = checked(name)
             try:

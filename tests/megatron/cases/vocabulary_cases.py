@@ -34,7 +34,6 @@ from megatron_ext.integration.features.schedule.choose import ScheduleRequest  #
 from megatron_ext.integration.features.vocabulary import ends  # noqa: E402
 from megatron_ext.integration.features.vocabulary import model as vocabulary  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
-from megatron_ext.integration.targets import HYBRID_MODEL  # noqa: E402
 from tests.megatron.cases.gpt_cases import config_of, to_bytes  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
@@ -67,7 +66,6 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpoint-mtp": {"schedule": "zb-h1", "mtp": 2, "saved": True},
     "checkpoint-vee-mtp": {"schedule": "v-half", "chunks": 2, "mtp": 1, "saved": True},
     "provider": {"schedule": "zb-h1", "provider": True},
-    "uneven": {"schedule": "zb-h1", "vocabulary": 1023},
 }
 
 
@@ -118,7 +116,7 @@ def build(case: dict[str, Any], seed: int = 1) -> list[GPTModel]:
         GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=case.get("vocabulary", VOCAB),
+            vocab_size=VOCAB,
             max_sequence_length=SEQUENCE,
             pre_process=rank == 0 and chunk == 0,
             post_process=rank == PP - 1 and chunk == chunks - 1,
@@ -240,7 +238,7 @@ def provider(case: dict[str, Any]) -> dict[str, Any]:
             vocabulary.require_losses_of(models)
         shard = vocabulary.shard_of(models)
         learns = [p.requires_grad for p in (shard.embedding, shard.output)]
-        said = str(error[0]).partition(":")[0]
+        said = str(error[0])
         return {"ranks": gathered((learns, bool((shard.output == 3).all()), said))}
 
 
@@ -376,13 +374,6 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         return provider(case)
     if case.get("passes"):
         return passes(case)
-    if case.get("vocabulary"):
-        with megatron(case, ours=True):
-            with refused(ConfigError) as error:
-                build(case)
-            with refused(ConfigError) as other:
-                HYBRID_MODEL.found()
-        return {"refused": str(error[0]), "hybrid": str(other[0])}
     return compare(case)
 
 

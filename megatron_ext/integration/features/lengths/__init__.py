@@ -8,19 +8,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ....plan.lengths import CONFLICTS, FLAG, LENGTHS, wanted
+from ....plan.lengths import FLAG, LENGTHS, wanted
 from ....plan.loads import Load, rising, shares_of_loads
 from ....runtime.watchdog import Watchdog
-from ....schedule.select import IN_PAIRS
 from ...callbacks import Callback, Loads, Step
 from ...errors import ConfigError
-from ...feature import Feature, Flag, Needs, Run, require_no_conflict
-from ...utils import gather_over
-from . import rules
-from .queue import Queues
+from ...feature import Feature, Flag, Run
+from ...utils import Wrappers, gather_over
+from .queue import Ahead
 from .read import Sequences, asked, sequences_of
 from .replicas import LossFunctions
 
+_WHOLE = f"{FLAG} {LENGTHS}"
 _REORDER = "--pp-reorder-microbatches"
 
 
@@ -35,36 +34,25 @@ class Lengths(Feature):
             "on the first stage, send them to all stages, and run an order for them; for data of "
             "varying length, and packed documents",
             choices=("equal", LENGTHS),
-            idle="equal",
         ),
         Flag(
             _REORDER,
-            f"with {rules.WHOLE}: let the microbatches of a step run in another order, short "
+            f"with {_WHOLE}: let the microbatches of a step run in another order, short "
             "ones at both ends; losses come back in the order given",
             switch=True,
-            needs=Needs({FLAG: (LENGTHS,)}, rules.WHOLE),
         ),
     )
-    conflicts = CONFLICTS
-    rules = rules.RULES
     per_model = True
 
     def check_flags(self, run: Run) -> None:
-        if not wanted(run.args) or run.request is None:
-            return
-        name = run.request.name
-        rules.FREE_ORDER.require(run.request.file is None, flag=rules.WHOLE, schedule=name)
-        rules.SINGLE.require(name not in IN_PAIRS, schedule=name)
-
-    def check(self, run: Run) -> None:
-        if wanted(run.args) and run.request is not None:
-            require_no_conflict(run.args, self.conflicts, {"": rules.WHOLE})
+        if wanted(run.args) and run.request is not None and run.request.file is not None:
+            raise ConfigError(f"{_WHOLE} makes orders, and a file has one; name a schedule")
 
     def start(self, run: Run) -> Sequence[Callback]:
         if not wanted(run.args) or run.pipeline is None:
             return ()
         self._run, self._free = run, bool(run.args.pp_reorder_microbatches)
-        self._queues = Queues()
+        self._queues = Wrappers(Ahead)
         self._loss_functions = LossFunctions()
         return (self,)
 
@@ -113,7 +101,7 @@ class Lengths(Feature):
             queue.drop()
 
     def close(self) -> None:
-        self._queues = Queues()
+        self._queues = Wrappers(Ahead)
 
     def _read(self, step: Step) -> list[Load] | str | None:
         """The loads, on ranks of the first stage with data; what is wrong; None on others."""
@@ -133,9 +121,8 @@ class Lengths(Feature):
         iteration, tokens = step.call.iteration, self._run.args.pp_slice_tokens
         cut = tokens is not None and step.call.shape is None
         if (self._free or cut) and len(ranks) < dist.get_world_size():
-            flag = f"--pp-slice-tokens {tokens}" if cut else _REORDER
             iteration.forward_step_func = self._loss_functions.checked(
-                iteration.forward_step_func, ranks, flag
+                iteration.forward_step_func, ranks
             )
 
     @functools.cached_property
@@ -188,6 +175,7 @@ def _agreed(mine: list[Load] | str | None, step: Step) -> tuple[list[Load], list
         if isinstance(one, str):
             raise ConfigError(one)
     known = [one for _, one in every if one is not None]
-    rules.DATA.require(known)
+    if not known:
+        raise ConfigError("orders by lengths need a data iterator on the first stage; none has one")
     loads = [functools.reduce(Load.most, column) for column in zip(*known)]
     return loads, [rank for rank, _ in every]

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...errors import ConfigError
-from ...utils import Wrappers
-from .rules import DRAWN, ENOUGH, NEXT
 
 
 class Ahead:
@@ -72,25 +70,12 @@ class Ahead:
             try:
                 self._read.append(next(self.source))
             except StopIteration:
-                raise ENOUGH.broken(count=len(self._read)) from None
+                raise ConfigError(
+                    f"the data iterator ended after {len(self._read)} microbatches of a step"
+                ) from None
 
     def _counted(self, drawn: int) -> ConfigError:
-        return DRAWN.broken(drawn=drawn, microbatches=len(self._order))
-
-
-class Queues(Wrappers):
-    """The iterators of a call, each in its ``Ahead``."""
-
-    def __init__(self) -> None:
-        super().__init__(Ahead)
-
-    def over(self, iterators: Sequence[Any]) -> list[Any]:
-        """``iterators``, wrapped.
-
-        Raises:
-            ConfigError: one cannot be read.
-        """
-        for one in iterators:
-            read = one is None or hasattr(one, "__next__")
-            NEXT.require(read, kind=type(one).__name__)
-        return super().over(iterators)
+        return ConfigError(
+            "orders by lengths need one microbatch of the data iterator for each forward step, but "
+            f"{drawn} were drawn for {len(self._order)} microbatches"
+        )

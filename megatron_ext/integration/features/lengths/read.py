@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .rules import KNOWN, RETURNED
+from ...errors import ConfigError
 
 # Names of a microbatch's tokens, and of where its packed sequences begin.
 TOKENS = ("tokens", "input_ids", "text")
@@ -49,7 +49,11 @@ def sequences_of(batch: Any) -> Sequences:
     tokens = batch if isinstance(batch, torch.Tensor) else _first(batch, TOKENS)
     found = None if tokens is None else _of_tokens(tokens)
     if found is None:
-        raise KNOWN.broken(what=_about(batch))
+        raise ConfigError(
+            f"orders by lengths need tokens of the data iterator, but it gives {_about(batch)}; "
+            "give a function, enable(microbatch_costs=function), that returns the lengths of a "
+            "microbatch's sequences"
+        )
     return found
 
 
@@ -68,7 +72,10 @@ def asked(function: Callable[[Any], Any], batch: Any) -> Sequences:
         or not lengths
         or not all(isinstance(one, Integral) and int(one) > 0 for one in lengths)
     ):
-        raise RETURNED.broken(found=f"{found!r:.80}")
+        raise ConfigError(
+            "microbatch_costs must return a number of tokens, or the lengths of sequences, each 1 "
+            f"or more, but it returned {found!r:.80}"
+        )
     return Sequences([int(one) for one in lengths], len(lengths) > 1)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runner import with_loss_function
-from . import rules
+from ...support import REPLICAS, require
 
 _MESSAGES = ("c10d", "_c10d_functional")
 
@@ -26,14 +26,11 @@ class LossFunctions:
     def __init__(self) -> None:
         self._known = set[Any]()
 
-    def checked(
-        self, step: Callable[..., Any], ranks: Sequence[int], flag: str
-    ) -> Callable[..., Any]:
+    def checked(self, step: Callable[..., Any], ranks: Sequence[int]) -> Callable[..., Any]:
         """A forward step whose loss function may talk to ``ranks`` only.
 
         Args:
             ranks: that take the same passes as this one.
-            flag: that lets the others take other passes.
         """
 
         def watched(output: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +41,7 @@ class LossFunctions:
             @functools.wraps(function)
             def first(*args: Any, **kwargs: Any) -> Any:
                 self._known.add(code)
-                with _Among(ranks, flag):
+                with _Among(ranks):
                     return function(*args, **kwargs)
 
             return first
@@ -55,9 +52,9 @@ class LossFunctions:
 class _Among(TorchDispatchMode):
     """Inside, messages stay among ``ranks``."""
 
-    def __init__(self, ranks: Sequence[int], flag: str) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__()
-        self._ranks, self._flag = {*ranks}, flag
+        self._ranks = {*ranks}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -67,8 +64,7 @@ class _Among(TorchDispatchMode):
         """
         if func.namespace in _MESSAGES:
             for ranks in _ranks_of((*args, *(kwargs or {}).values())):
-                name, kept = func.overloadpacket.__name__.strip("_"), self._ranks >= {*ranks}
-                rules.ALONE.require(kept, flag=self._flag, name=name, ranks=ranks)
+                require(REPLICAS, self._ranks >= {*ranks})
         return func(*args, **(kwargs or {}))
 
 

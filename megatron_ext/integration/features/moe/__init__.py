@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ...callbacks import Callback
-from ...feature import Feature, Flag, Needs, Run
+from ...feature import Feature, Flag, Run
 from ...hooks import bound, hooked
 from ...targets import PARALLEL_STATE
-from .flags import CONFLICTS, FLAGS, MoERequest, require_supported
+from .flags import FLAGS, MoERequest
 from .layer import PipelinedMoE
 
 logger = logging.getLogger(__name__)
@@ -43,21 +43,13 @@ class MoE(Feature):
             "fits; default: none, both are kept",
             alone=True,
             choices=STRATEGIES,
-            needs=Needs({FLAGS[0]: ()}, f"{FLAGS[0]} 2 (1 is the whole batch at once)"),
-            idle="none",
         ),
     )
-    conflicts = CONFLICTS
 
     def check_flags(self, run: Run) -> None:
         request = MoERequest.of(run.args)
         if request is not None:
             run.experts_in_chunks = not request.stock
-
-    def check(self, run: Run) -> None:
-        request = MoERequest.of(run.args)
-        if request is not None and not run.library:  # there each layer is checked by its own
-            require_supported(run.args, f"{FLAGS[0]} {request.chunks}")
 
     def start(self, run: Run) -> Sequence[Callback]:
         self._request = request = MoERequest.of(run.args)

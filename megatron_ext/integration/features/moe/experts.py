@@ -18,6 +18,7 @@ from ...gradients import accumulate, finish, take
 from ...hooks import Hook
 from ...split_local import linear_hook
 from ...split_te import SplitStore, attach
+from ...support import CHUNKS, require_allowed
 from .flex import FlexRegion, Streams
 
 __all__ = ["ExpertGradients", "FlexRegion", "Region", "checkpoint", "region_of"]
@@ -31,7 +32,11 @@ def region_of(
     Args:
         memory: what the rank's layers share, if this one needs any.
         weights: computes weight gradients once for all chunks, or later.
+
+    Raises:
+        ConfigError: its configuration asks for what would train wrong numbers in chunks.
     """
+    require_allowed(layer.config, {CHUNKS})
     dispatcher, experts = layer.token_dispatcher, layer.experts
     if layer.config.moe_token_dispatcher_type == "flex":
         return FlexRegion(layer, LayerExperts(layer), Streams(device))

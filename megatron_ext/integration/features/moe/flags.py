@@ -1,4 +1,4 @@
-"""The MoE flags: what they ask for, and what of Megatron excludes them."""
+"""The MoE flags: what they ask for."""
 
 from __future__ import annotations
 
@@ -6,30 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...._conflict import Conflict
 from ...._input import attribute
 from ....moe.plan import AUTO, LayerPlan, LayerShape, Strategy, candidates
 from ...arguments import MegatronArgs
-from ...feature import require_no_conflict
 
 FLAGS = ("--moe-pipeline-chunks", "--moe-memory-reuse")
-CONFLICTS = (
-    Conflict(
-        "--moe-shared-expert-overlap",
-        "shared experts would be left out; drop it, chunks overlap them anyway",
-    ),
-    Conflict(
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        "nobody would compute the experts' weight gradients; drop it",
-    ),
-    Conflict(
-        "--fp8-recipe",
-        "its scales count calls, and a chunk is a call of its own; use blockwise, mxfp8 or "
-        "tensorwise",
-        values=("delayed", "custom"),
-        beside="--fp8-format",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -73,19 +54,6 @@ class MoERequest:
         if not self.stock and getattr(args, "moe_permute_fusion", False):
             what += " (they permute rows by index; --moe-permute-fusion has no effect on them)"
         return what
-
-
-def require_supported(config: Any, what: str = "an MoE layer in chunks") -> None:
-    """Refuse what would silently train wrong numbers.
-
-    Args:
-        config: of a layer, or Megatron's arguments: the attributes have the same names.
-        what: that does not support it.
-
-    Raises:
-        ConfigError: the first conflict.
-    """
-    require_no_conflict(config, CONFLICTS, {"": what})
 
 
 def layer_shape(config: Any) -> LayerShape:

@@ -29,7 +29,7 @@ from ...pipeline import groups_of_call, pipeline_group
 from ...targets import MOE_FORWARD, STEPS
 from ...utils import chunks_of, device_of, gather_over, untraced
 from .experts import ExpertGradients, FlexRegion, Region, checkpoint, region_of
-from .flags import layer_shape, require_supported
+from .flags import layer_shape
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,6 @@ class PipelinedMoE(Callback):
     def _region(self, layer: Any, device: torch.device) -> Region | FlexRegion:
         region = self._regions.get(layer)
         if region is None or not _has_parameters(region, layer.experts):
-            require_supported(layer.config)
             memory = functools.partial(self.memory_on, device)
             region = self._regions[layer] = region_of(layer, device, memory, self._weights)
         return region

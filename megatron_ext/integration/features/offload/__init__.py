@@ -20,31 +20,18 @@ from ....schedule.link import Link
 from ....schedule.schedule import Schedule
 from ... import saved_parameters
 from ...callbacks import Callback, Duration, Step
-from ...feature import Feature, Flag, Needs, Run
+from ...feature import Feature, Flag, Run
 from ...hooks import Hook
-from ...rules import ENOUGH_CHUNKS, Rule
 from . import measure
 from .measure import TransferSetup
 from .planned import Planned
-from .policy import RULES, keep_nothing, policy_of
+from .policy import policy_of
 from .sets import Key, RankSets, as_config_error, least_bytes
 
 logger = logging.getLogger(__name__)
 
 # Until it is measured: fast enough to keep memory low, and late copies only cost the first step.
 _ASSUMED = "0.25"
-_ON = Needs({"--pp-offload": (), "--pp-offload-chunks": ()}, "--pp-offload auto (or half, full)")
-
-POLICY = Rule(
-    "--pp-offload-policy {policy} is for offloading",
-    "it is off",
-    "add --pp-offload auto (or half, full), or drop --pp-offload-policy",
-)
-NO_BYTES = Rule(
-    "--pp-offload-policy {policy} does not support --pp-memory-cap {cap}",
-    "it keeps parts of offloaded sets on the device, which a cap in bytes cannot count",
-    "give the cap as a fraction, or use --pp-offload-policy all",
-)
 
 
 class Offload(Feature):
@@ -52,7 +39,6 @@ class Offload(Feature):
     activation sets of one rank in every training step (a ``Mover``)."""
 
     per_model = True
-    rules = (POLICY, NO_BYTES, *RULES, ENOUGH_CHUNKS)
 
     flags = (
         Flag(
@@ -69,14 +55,12 @@ class Offload(Feature):
             "N",
             int,
             least=1,
-            excludes=("--pp-offload", "both choose what is offloaded; give one of them"),
         ),
         Flag(
             "--pp-offload-time",
             "transfer time of one activation set to the host, and back, as a fraction of its "
             "chunk's F+B+W; default: measured in the first step",
             "T[,T2]",
-            needs=_ON,
         ),
         Flag(
             "--pp-offload-policy",
@@ -90,9 +74,7 @@ class Offload(Feature):
         policy = run.args.pp_offload_policy
         if policy is None or run.request is None:
             return
-        POLICY.require(run.request.offloads, policy=policy)
-        kept = policy_of(policy) is keep_nothing or run.request.cap_bytes is None
-        NO_BYTES.require(kept, policy=policy, cap=run.args.pp_memory_cap)
+        policy_of(policy)
 
     def start(self, run: Run) -> Sequence[Callback]:
         request = run.request

@@ -16,21 +16,7 @@ from typing import Any
 
 import torch
 
-from ...rules import Rule
-
-KNOWN = Rule(
-    "--pp-offload-policy needs {known}, or package.module:function of a function that takes a "
-    "SavedTensor and returns True to keep it on the device",
-    "{policy!r} is not known",
-    "give one of them",
-)
-IMPORTED = Rule(
-    "--pp-offload-policy {policy} needs a module that every rank can import",
-    "it cannot be imported ({error})",
-    "put its folder on PYTHONPATH on every node",
-)
-FUNCTION = Rule("--pp-offload-policy {policy} needs a function", "it is a {kind}", "give one")
-RULES = (KNOWN, IMPORTED, FUNCTION)
+from ...errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -85,14 +71,17 @@ def policy_of(text: str) -> OffloadPolicy:
     if text in POLICIES:
         return POLICIES[text]
     module, _, name = text.partition(":")
-    KNOWN.require(name, policy=text, known=", ".join(POLICIES))
+    if not name:
+        raise ConfigError(
+            f"--pp-offload-policy {text!r} is not known; give {', '.join(POLICIES)}, or "
+            "package.module:function"
+        )
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise IMPORTED.broken(policy=text, error=error) from None
-    FUNCTION.require(callable(found), policy=text, kind=type(found).__name__)
+        raise ConfigError(f"--pp-offload-policy {text} cannot be imported ({error})") from None
     policy: OffloadPolicy = found
     return policy
 

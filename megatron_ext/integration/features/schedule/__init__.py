@@ -8,14 +8,11 @@ from typing import Any
 from ....schedule import AUTO, NAMES
 from ....schedule.generators.registry import takers
 from ...arguments import MegatronArgs
-from ...building import Building
 from ...callbacks import Callback
 from ...feature import Feature, Flag, Run
-from ...hooks import Hook, hooked
-from ...model_classes import BUILDS_CHUNKS, require_chunks
+from ...hooks import hooked
 from ...targets import DATASETS, TRAIN_STEP
 from ...utils import file_contents
-from .rules import RULES, SCHEDULE
 
 
 def _compared(value: str, args: MegatronArgs) -> str:
@@ -69,8 +66,6 @@ class Schedule(Feature):
     """Runs the schedule; most other features work on it."""
 
     flags = _FLAGS
-    conflicts = SCHEDULE
-    rules = (*RULES, BUILDS_CHUNKS)
 
     def check(self, run: Run) -> None:
         if run.request is not None:
@@ -91,13 +86,6 @@ class Schedule(Feature):
         self._run, self._pipeline, self._name = run, run.pipeline, run.request.name
         return (self,)
 
-    def hooks(self) -> Sequence[Hook]:
-        found = [*super().hooks()]
-        if self._run.training:
-            why = "a script that cannot build model chunks would end in a TypeError"
-            found += Building(why, before=self._require_chunks).hooks()
-        return found
-
     @hooked(
         TRAIN_STEP,
         "a rank that waits before or behind its passes would not be watched",
@@ -105,9 +93,6 @@ class Schedule(Feature):
     )
     def _watched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._pipeline.watched(original, *args, **kwargs)
-
-    def _require_chunks(self, provider: Callable[..., Any]) -> None:
-        require_chunks(provider, self._name, self._run.chunks)
 
     # Attention over packed documents (``thd``) needs their lengths on all stages, so ``get_batch``
     # of Megatron's scripts fetches on all of them. With ``--sft`` the scripts build a dataset on

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ...._input import meant, parse_bytes
 from ....plan.budget import Budget, Splits, stages_of
@@ -31,9 +30,8 @@ from ....schedule import (
 )
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.planner import NOTHING, Knowledge, Planner, StepUnits
-from ...errors import named_errors
+from ...errors import ConfigError, named_errors
 from ...offload_request import OffloadRequest
-from .rules import COUNT, NAMED, OPTIONS, require
 
 
 @dataclass(frozen=True)
@@ -98,18 +96,8 @@ class ScheduleRequest:
         named = GENERATORS.get(text)
         file = None if named or text == AUTO else _load(text)
         in_bytes = memory_cap is not None and memory_cap.strip().endswith("B")
-        require(
-            OPTIONS,
-            name=text,
-            auto=text == AUTO,
-            **_facts(file),
-            cost=cost,
-            cap=memory_cap,
-            in_bytes=in_bytes,
-            takes_cap=named is not None and named.takes_memory_cap,
-            group_size=group_size,
-            offload=offloading,
-        )
+        if named is not None and named.takes_memory_cap and memory_cap is None:
+            raise ConfigError(f"--pp-schedule {text} needs a cap; add e.g. --pp-memory-cap 0.6")
         size: int | None = None
         cap: Cap | None = None
         with schedule_errors(text):
@@ -253,7 +241,11 @@ class ScheduleRequest:
         assert planner is not None
         if file is not None:
             held, asked = file.microbatches, units.microbatches
-            COUNT.require(held == asked, name=self.name, held=held, asked=asked)
+            if held != asked:
+                raise ConfigError(
+                    f"--pp-schedule {self.name} is for {held} microbatches, but the run has "
+                    f"{asked}; generate it with --microbatches {asked}"
+                )
         with schedule_errors(self.name):
             return planner.plan(units, knowledge)
 
@@ -300,23 +292,32 @@ def schedule_errors(name: str) -> Iterator[None]:
             ) from None
 
 
-def _facts(file: Schedule | None) -> dict[str, Any]:
-    """What rules ask of a schedule file."""
-    slices = (1,) if file is None else file.slices or (1,)
-    found: dict[str, Any] = {"file": file, "fewest": min(slices), "most": max(slices)}
-    if file is not None:
-        found |= {"barriers": file.barriers, "placement": file.placement}
-    return found
-
-
 def _load(path: str) -> Schedule:
     """A checked schedule file."""
     names = (*NAMES, AUTO)
     is_file = path.endswith(".json") or "/" in path
-    NAMED.require(is_file, name=path, names=", ".join(names), meant=meant(path, names))
+    if not is_file:
+        raise ConfigError(
+            f"--pp-schedule {path!r} is not known{meant(path, names)}; give one of "
+            f"{', '.join(names)}, or a file (*.json) from `megatron-ext schedule --output`"
+        )
     with named_errors("--pp-schedule", ScheduleError):
         schedule = load(path).unlowered()
         if not schedule.slices:
             schedule.require_whole("training")
         check(schedule)
+        _require_runnable(schedule)
     return schedule
+
+
+def _require_runnable(schedule: Schedule) -> None:
+    """Raises:
+    ScheduleError: training has no such placement, or no such passes of the vocabulary.
+    """
+    placement, shared = schedule.placement, schedule.vocabulary
+    if not (placement.is_vee() or placement.is_loop()):
+        raise ScheduleError(f"stages are placed as {placement}, neither as Megatron's nor as a V")
+    if len({*schedule.slices}) > 1:
+        raise ScheduleError("microbatches are cut into different numbers of slices")
+    if shared is not None and not shared.embeddings:
+        raise ScheduleError("the vocabulary is sharded without the embedding")

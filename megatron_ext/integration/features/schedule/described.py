@@ -15,7 +15,6 @@ from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from .choose import ScheduleRequest
 from .job import job_of_args, log_equal, splits_of
-from .rules import SIZES
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,10 @@ def described(args: MegatronArgs, request: ScheduleRequest) -> ScheduleRequest:
         job = job_of_args(args)
     except PlanError as error:
         if request.cap_bytes is not None:
-            raise SIZES.broken(cap=args.pp_memory_cap, reason=error) from None
+            raise ConfigError(
+                f"--pp-memory-cap {args.pp_memory_cap} in bytes needs the model's sizes, but "
+                f"{error}; give a fraction of 1F1B's peak"
+            ) from None
         log_equal(args, error)
         return request
     request = replace(request, job=job)

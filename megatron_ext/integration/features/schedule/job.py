@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ...._conflict import argument, attribute
+from ...._input import argument, attribute
 from ....plan.budget import Splits
 from ....plan.flags import FLAGS, job_of, not_modelled
 from ....plan.layout import Split, read_layout

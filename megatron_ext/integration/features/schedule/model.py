@@ -7,7 +7,6 @@ from dataclasses import replace
 from ....plan.layout import Split
 from ....plan.model import PlanError
 from ...feature import Run
-from ...model_classes import placed_models
 from ...utils import gather, gather_over, unwrapped
 from .job import job_of_args, log_equal
 
@@ -31,7 +30,7 @@ def describe_model(run: Run) -> None:
     depths = [stage for stage, (rank, chunk) in enumerate(at) if every[rank][1][chunk]]
     split = Split(counts, predicts=depths[0] if depths else -1)
     try:
-        if not isinstance(models[0], placed_models()):
+        if not sum(counts):
             raise PlanError(f"its class {type(models[0]).__name__} is not modelled")
         job = job_of_args(args).with_(seq_length=length, micro_batch_size=samples)
     except PlanError as error:

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....schedule import AUTO, GENERATORS
+from ....schedule import AUTO, GENERATORS, Schedule
 from ....schedule.select import suiting
 from ...arguments import MegatronArgs
-from ...errors import ConfigError, named_errors
-from ...feature import Run, require_no_conflict
+from ...errors import ConfigError
+from ...feature import Run
 from ...layout import LayerPattern, count_stages, vee_layout_text
 from ...model_classes import (
     builds_chunks,
     builds_other_models,
-    require_chunks,
     script_provider,
 )
+from ...support import VEE, denied
 from ...utils import full_batch, most_microbatches
 from .choose import ScheduleRequest
 from .described import described
-from .rules import (
-    ASKED,
-    CHUNKS,
-    FILE,
-    PIPELINE,
-    SCHEDULE,
-    SEVERAL_CHUNKS,
-    V_PLACEMENT,
-    require,
-)
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
 _UNEVEN = (
@@ -73,7 +63,7 @@ def _asked(args: MegatronArgs, request: ScheduleRequest, pp: int) -> _Asked | No
     stages = None if layout is None else count_stages(layout)
     flag = f"{_LAYOUT} {layout}"
     if pattern is not None and layout is None:
-        stages, flag = pattern.listed, f"{pattern.flag} {pattern.text}"
+        stages, flag = pattern.listed, f"{pattern.flag} {pattern.main}"
     if stages is not None:
         chunks = stages // pp
     elif per_stage is not None:
@@ -82,22 +72,6 @@ def _asked(args: MegatronArgs, request: ScheduleRequest, pp: int) -> _Asked | No
         flag = f"{_LAYERS} {per_stage}"
     else:
         flag = "" if chunks is None else f"{_CHUNKS} {chunks}"
-    auto = request.name == AUTO
-    least = (chunks or 0) if auto and flag else _chunks_of(request)[0]
-    require(
-        ASKED,
-        name=request.name,
-        given=args.pp_schedule,
-        auto=auto,
-        vee=not auto and request.vee,
-        pp=pp,
-        flag=flag,
-        stages=stages,
-        chunks=chunks,
-        least=least,
-    )
-    if least > 1:
-        require_chunks(script_provider(), request.name, least)
     return _Asked(flag, chunks, stages is not None) if flag else None
 
 
@@ -112,41 +86,16 @@ def check_facts(run: Run) -> None:
     """
     args, request = run.args, run.request
     assert request is not None
-    pp, flag = args.pipeline_model_parallel_size, f"--pp-schedule {request.name}"
-    size = "pipeline_model_parallel_size"
-    size = size if run.library else f"--{size.replace('_', '-')}"
-    sharded = bool(args.pp_vocab_parallel)
-    file, name = request.file, request.name
-    ranks = file and file.pp
-    facts = {"name": name, "file": file, "ranks": ranks, "pp": pp, "size": size, "sharded": sharded}
-    grouped = getattr(args, "microbatch_group_size_per_vp_stage", None)
-    require(PIPELINE, **facts, grouped=grouped)
+    pp, file = args.pipeline_model_parallel_size, request.file
+    if file is not None:
+        _require_fits(request.name, file, pp, bool(args.pp_vocab_parallel))
     if not run.library:
         request = described(args, request)
     auto = request.name == AUTO
-    _require_no_conflict(args, request, flag)
     if run.library:
-        stages = None if _chunks_of(request)[0] == 1 else 2
-        fix = f"build it with virtual_pipeline_model_parallel_size={stages}"
-        chunks = len(run.models)
-        _require_chunks(request, chunks, f"the model was built with {chunks}", fix)
+        _require_chunks(request, len(run.models))
     else:
         run.request = _decide(args, request, pp) if auto else _asked_for(args, request, pp)
-        if auto:
-            _require_no_conflict(args, run.request, flag)
-
-
-def _require_no_conflict(args: MegatronArgs, request: ScheduleRequest, flag: str) -> None:
-    """Refuse options that the request's schedule does not support; of ``auto`` before it has chosen
-    those that none does."""
-    named = request.name != AUTO
-    parts = {
-        "": True,
-        V_PLACEMENT: named and request.vee,
-        SEVERAL_CHUNKS: named and _chunks_of(request)[0] > 1,
-        FILE: request.file is not None,
-    }
-    require_no_conflict(args, SCHEDULE, {part: flag for part, there in parts.items() if there})
 
 
 def _asked_for(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRequest:
@@ -154,24 +103,16 @@ def _asked_for(args: MegatronArgs, request: ScheduleRequest, pp: int) -> Schedul
     asked, (least, most) = _asked(args, request, pp), _chunks_of(request)
     if request.vee:
         _place_vee(args, pp)
+    elif asked is None and most is None:
+        raise ConfigError(
+            f"--pp-schedule {request.name} needs 2 or more model chunks a rank; add e.g. "
+            f"{_CHUNKS} 2"
+        )
     elif asked is not None:
-        fix = f"list {least * pp} stages" if asked.listed else "remove that flag"
-        if most is None:
-            fix = f"{fix} or more" if asked.listed else "set it to 2 or more"
-        other = "interleaved" if most == 1 else "one with one chunk, e.g. zb-h1"
-        if asked.chunks is not None or most == 1:
-            makes = f"{asked.flag} makes {asked.chunks or 'several'}"
-            _require_chunks(
-                request, asked.chunks, makes, f"{fix}, or use another schedule: {other}"
-            )
-    elif most is None:
-        pattern = LayerPattern.of(args)
-        fix = "add --num-virtual-stages-per-pipeline-rank 2 (or more)"
-        if pattern is not None:
-            fix = f"list a multiple of {pp} stages, e.g. {pattern.example(2 * pp)}"
-        _require_chunks(request, None, "no flag says how many", fix)
+        if asked.chunks is not None:
+            _require_chunks(request, asked.chunks)
     elif least > 1:
-        _ask_for_chunks(args, pp, least)
+        _ask_for_chunks(args, least)
     return request
 
 
@@ -185,20 +126,36 @@ def _chunks_of(request: ScheduleRequest) -> tuple[int, int | None]:
     return (2, None) if generator.any_chunks else (generator.default_chunks,) * 2
 
 
-def _require_chunks(request: ScheduleRequest, chunks: int | None, makes: str, fix: str) -> None:
-    """Refuse a number of model chunks a rank, or an unknown one, that the schedule cannot have."""
+def _require_chunks(request: ScheduleRequest, chunks: int) -> None:
+    """Refuse a number of model chunks a rank that the schedule cannot have.
+
+    Raises:
+        ConfigError: it is another one.
+    """
     least, most = _chunks_of(request)
-    number = f"{least}{'' if most else ' or more'} model chunk{'s' * (least > 1)}"
-    require(
-        CHUNKS,
-        name=request.name,
-        least=least,
-        most=most,
-        number=number,
-        made=chunks,
-        makes=makes,
-        fix=fix,
-    )
+    if chunks < least or chunks > (most or chunks):
+        raise ConfigError(
+            f"--pp-schedule {request.name} needs {least}{'' if most else ' or more'} model chunks "
+            f"a rank, but there are {chunks}; change the virtual stages, or the schedule"
+        )
+
+
+def _require_fits(name: str, file: Schedule, pp: int, sharded: bool) -> None:
+    """Refuse a schedule file of another pipeline.
+
+    Raises:
+        ConfigError: it is for other ranks, or for a vocabulary that is not sharded as here.
+    """
+    if file.pp != pp:
+        raise ConfigError(
+            f"--pp-schedule {name} is for {file.pp} pipeline ranks, but there are {pp}; generate "
+            f"it with --pp {pp}"
+        )
+    if sharded != bool(file.barriers):
+        raise ConfigError(
+            f"--pp-schedule {name} is for a {'whole' if sharded else 'sharded'} vocabulary; write "
+            f"it {'with' if sharded else 'without'} --vocabulary"
+        )
 
 
 def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRequest:
@@ -211,7 +168,7 @@ def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRe
     if request.vee:
         _place_vee(args, pp)
     elif asked is None and GENERATORS[request.name].any_chunks:
-        _ask_for_chunks(args, pp, 2)
+        _ask_for_chunks(args, 2)
     return request
 
 
@@ -219,7 +176,8 @@ def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, .
     """The schedules that auto may choose from: those that this model can be built for, and that
     take its microbatches."""
     provider = script_provider()
-    vee = not _excluded(args, V_PLACEMENT)
+    hybrid = LayerPattern.of(args) is not None
+    vee = denied(args, {VEE}) is None and not hybrid
     vee = vee and not (provider is not None and builds_other_models(provider))
     chunks: int | None = None
     if asked is not None:
@@ -227,18 +185,12 @@ def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, .
         vee = vee and asked.listed and asked.chunks == 2 and _vee_takes_layout(args, pp)
         chunks = asked.chunks or 0
     else:
-        pattern = LayerPattern.of(args)
-        layers = args.num_layers or 0 if pattern is None else pattern.layers
+        layers = args.num_layers or 0
         uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
         one = provider is not None and not builds_chunks(provider)
-        one = one or _excluded(args, SEVERAL_CHUNKS)
-        if uneven or one or not layers or layers % (2 * pp):
+        if uneven or one or hybrid or not layers or layers % (2 * pp):
             chunks, vee = 1, False
     return suiting(chunks, vee, equal=args.pp_microbatch_costs in (None, "equal"))
-
-
-def _excluded(args: MegatronArgs, part: str) -> bool:
-    return any(rule.found(args) is not None for rule in SCHEDULE if rule.only == part)
 
 
 def _vee_takes_layout(args: MegatronArgs, pp: int) -> bool:
@@ -266,32 +218,38 @@ def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> ScheduleRequ
     """
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if request.vee or request.file is not None:  # others are refused by their generators
-        fix = "remove the virtual-stage flags"
-        _require_chunks(request, chunks, f"the flags make {chunks}", fix)
+        _require_chunks(request, chunks)
     pp = args.pipeline_model_parallel_size
     return request.resolve(pp, chunks, most_microbatches(args))
 
 
 def _place_vee(args: MegatronArgs, pp: int) -> None:
-    """Say the V's stages in Megatron's own words: one layout string with two stages a rank."""
-    if LayerPattern.of(args) is None:
-        args.pipeline_model_parallel_layout = vee_layout_text(args, pp)
-        args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-        args.account_for_embedding_in_pipeline_split = False
-        args.account_for_loss_in_pipeline_split = False
-        # Stock refuses two virtual stages on two ranks without this; ours always overlaps.
-        args.overlap_p2p_comm = True
-    else:
-        _ask_for_chunks(args, pp, 2)
+    """Say the V's stages in Megatron's own words: one layout string with two stages a rank.
+
+    Raises:
+        ConfigError: a hybrid model has a pattern in its place.
+    """
+    if LayerPattern.of(args) is not None:
+        raise ConfigError(
+            "a V does not place the layers of a hybrid pattern; use a schedule with Megatron's own "
+            "placement, e.g. zb-h1 or interleaved-zb"
+        )
+    args.pipeline_model_parallel_layout = vee_layout_text(args, pp)
+    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+    args.account_for_embedding_in_pipeline_split = False
+    args.account_for_loss_in_pipeline_split = False
+    # Stock refuses two virtual stages on two ranks without this; ours always overlaps.
+    args.overlap_p2p_comm = True
 
 
-def _ask_for_chunks(args: MegatronArgs, pp: int, chunks: int) -> None:
-    """Ask Megatron for model chunks, where the user's flags leave them open."""
+def _ask_for_chunks(args: MegatronArgs, chunks: int) -> None:
+    """Ask Megatron for model chunks, where the user's flags leave them open.
+
+    Raises:
+        ConfigError: a hybrid model's pattern does not list the stages.
+    """
     pattern = LayerPattern.of(args)
-    if pattern is None:
-        args.num_virtual_stages_per_pipeline_rank = chunks
-    else:
-        asked = f"--pp-schedule {args.pp_schedule} with {chunks} model chunks on each of {pp} ranks"
-        with named_errors(asked):
-            pattern.list_stages(args, chunks * pp)
+    if pattern is not None:
+        raise ConfigError(f"list {chunks} stages for each pipeline rank in {pattern.flag}")
+    args.num_virtual_stages_per_pipeline_rank = chunks
     args.overlap_p2p_comm = True

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from ...._input import attribute
-from ....plan.slices import CONFLICTS, FLAG, PACKED
+from ....plan.slices import FLAG, PACKED
 from ...callbacks import Callback, Step
-from ...feature import Feature, Flag, Needs, Run, require_no_conflict
+from ...errors import ConfigError
+from ...feature import Feature, Flag, Run
 from ...utils import Wrappers
-from . import rules
 from .model import SlicedModel
 from .run import Batches, SliceRunner, require_nothing_left
 from .state import Cuts
@@ -39,51 +39,42 @@ class Slices(SlicedModel, Feature):
             "N",
             int,
             least=1,
-            excludes=(FLAG, "both say how many slices there are; drop one of them"),
         ),
         Flag(
             WEIGHTS,
             f"with {FLAG}: each (default), every slice has a W of its own, or joined, one product "
             "for all slices of a microbatch, whose sets stay until then; for schedules with W",
             choices=("each", "joined"),
-            needs=Needs({FLAG: (), TOKENS: ()}, f"{FLAG} 2 or more", idle=1),
         ),
     )
-    conflicts = CONFLICTS
-    rules = rules.RULES
 
     def check_flags(self, run: Run) -> None:
-        file = None if run.request is None else run.request.file
+        file, args = None if run.request is None else run.request.file, run.args
         if file is None:
             return
-        count, joined = file.slices[0] if file.slices else 1, run.args.pp_slice_weights
-        name, text = run.args.pp_schedule, _text(run)
-        asked = run.args.pp_slices not in (None, count) or run.args.pp_slice_tokens is not None
-        rules.FREE_ORDER.require(not asked or count > 1, flag=text, schedule=name)
-        rules.OF_FILE.require(not asked, flag=text, schedule=name, count=count)
-        kept = joined is None or (joined == "joined") == file.joined
-        has = "one W for all slices" if file.joined else "a W for every slice"
-        rules.W_OF_FILE.require(kept, joined=joined, schedule=name, has=has)
+        count = file.slices[0] if file.slices else 1
+        joined = args.pp_slice_weights
+        if args.pp_slices not in (None, count) or args.pp_slice_tokens is not None:
+            raise ConfigError(f"{_text(run)} is not what the schedule file has; drop it")
+        if joined is not None and (joined == "joined") != file.joined:
+            raise ConfigError(f"{WEIGHTS} {joined} is not what the schedule file has; drop it")
 
     def check(self, run: Run) -> None:
         wanted = _wanted(run)
         if wanted is None or run.request is None:
             return
-        known = run.args.seq_length is not None and run.args.hidden_size is not None
-        rules.SIZES.require(known, flag=_text(run))
         self._ask(run, wanted)
 
     def _ask(self, run: Run, wanted: Wanted) -> None:
         """Ask for an order of the slices of this model's sequences."""
         args, tokens = run.args, run.args.seq_length
         assert run.request is not None and tokens is not None
-        require_no_conflict(args, self.conflicts, {"": _text(run)})
         lengths_differ = run.library and getattr(args, "variable_seq_lengths", False)
         # Other features learn how sequences of known length are cut.
         run.slices_of = functools.partial(wanted.count_of, config=args)
         of_steps = args.pp_microbatch_costs == "lengths"
-        kept = wanted.tokens is None or not lengths_differ or of_steps
-        rules.LENGTHS.require(kept, flag=_text(run))
+        if wanted.tokens is not None and lengths_differ and not of_steps:
+            raise ConfigError(f"{_text(run)} needs --pp-microbatch-costs lengths; add it")
         if wanted.count > 1:
             cut = wanted.shortest(args) if lengths_differ else wanted.cut(tokens, args)
             run.request = replace(run.request, cut=cut)

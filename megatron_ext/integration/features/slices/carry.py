@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from ....runtime import merged_attention
+from ...errors import ConfigError
 from ...hooks import hooked
+from ...support import CAUSAL, require
 from ...targets import ATTENTION, ROTARY
 from ...utils import untraced
 from . import documents
-from .rules import CAUSAL, INPUT_IDS
 from .state import Sliced, Slicing
 
 KEYS = "keys"  # what is held of a module that attends
@@ -82,8 +83,11 @@ def attended(slicing: Slicing, module: Any, keys: Any, values: Any) -> tuple[Any
         ConfigError: they are not the slice's.
     """
     begin, end = slicing.span
-    facts = {"begin": begin, "end": end, "tokens": slicing.tokens, "found": len(keys)}
-    INPUT_IDS.require(len(keys) == end - begin, unit=slicing.unit, **facts)
+    if len(keys) != end - begin:
+        raise ConfigError(
+            f"slices need input_ids on all stages where sequences differ in length, but slice "
+            f"{slicing.unit} has tokens {begin} to {end} and a layer {len(keys)}; give them there"
+        )
 
     def make() -> Held:
         made = Held(keys, values, slicing.tokens)
@@ -101,7 +105,7 @@ def _require_causal(kind: Any) -> None:
     """Raises:
     ConfigError: tokens attend to later ones, by the kind of a layer's mask.
     """
-    CAUSAL.require(kind.name in _CAUSAL, found=f"the mask of a layer is {kind.name}")
+    require(CAUSAL, kind.name in _CAUSAL, found=f"a layer's mask is {kind.name}")
 
 
 @contextlib.contextmanager
@@ -123,7 +127,7 @@ def _local(
     else:
         if slicing.first and not slicing.unit.microbatch:  # the host waits for it
             causal = bool(mask[..., begin:end, end:].all())
-            CAUSAL.require(causal, found=f"the mask lets slice {slicing.unit} see later ones")
+            require(CAUSAL, causal, found="a mask shows later tokens")
         # The fused kernel takes a pointer, without strides.
         mask = mask[..., begin:end, :end].contiguous()
     # Its causal kernel takes as many keys as queries; this kind takes the mask.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ...hooks import hooked
+from ...support import NO_GAPS, require
 from ...targets import ROTATION
-from . import rules
 from .state import Sliced, Slicing
 
 
@@ -30,12 +30,11 @@ def edges_of(packed: Any) -> tuple[int, ...]:
     Raises:
         ConfigError: they are packed in another way.
     """
-    rules.THD.require(packed.qkv_format == "thd", kind=packed.qkv_format)
     documents = packed.cu_seqlens_q
     for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         other = getattr(packed, name, None)
         same = other is None or other is documents or torch.equal(other, documents)
-        rules.NO_GAPS.require(same, name=name)
+        require(NO_GAPS, same)
     return tuple(dict.fromkeys(documents.tolist()))
 
 

@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 
+from ...errors import ConfigError
 from ...hooks import Hook, bound, declared, hooked
 from ...saved_parameters import transformer_engine_hooks
+from ...support import DRAWS, ONE_ROW, require
 from ...targets import GPT_FORWARD
-from . import documents, rules
+from . import documents
 from .carry import Attention
 from .documents import Documents
 from .prediction import Prediction
 from .routers import Routers
 from .state import Slicing
 
-_CUT = ("input_ids", "position_ids", "labels", "loss_mask")
+_CUT = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 
 
 class SlicedModel(Routers, Prediction, Attention, Documents):
@@ -33,18 +35,20 @@ class SlicedModel(Routers, Prediction, Attention, Documents):
         if slicing.now is None:
             return original(model, *args, **kwargs)
         draws, slicing.draws = slicing.draws, None
-        rules.DRAWS.require(draws is None or not draws.found())
+        require(DRAWS, draws is None or not draws.found())
         call = bound(original, model, *args, **kwargs)
         given = call.arguments
         if given.get("input_ids") is not None:
             slicing.sequence(given["input_ids"].shape[-1])
-        rules.LABELS.require(not model.post_process or given.get("labels") is not None)
+        if model.post_process and given.get("labels") is None:
+            raise ConfigError(
+                "slices add the losses of labels, but the model was called without; drop slices"
+            )
         if (packed := given.get("packed_seq_params")) is not None:
             _pack(slicing, packed, model.config)
             whole.packed = packed
             given["packed_seq_params"] = documents.of_slice(slicing, packed)
         begin, end = slicing.span
-        rules.PADDING.require(given.get("padding_mask") is None)
         whole.labels, whole.loss_mask = given.get("labels"), given.get("loss_mask")
         for name in _CUT:
             if given.get(name) is not None:
@@ -69,6 +73,6 @@ def _pack(slicing: Slicing, packed: Any, config: Any) -> None:
     edges, length = documents.edges_of(packed), getattr(packed, "tokens_per_sample", None)
     balanced = getattr(config, "moe_router_load_balancing_type", None) or ()
     several = length and edges[-1] > length and "seq_aux_loss" in balanced
-    rules.ONE_ROW.require(not several, tokens=edges[-1], length=length)
+    require(ONE_ROW, not several)
     slicing.sequence(edges[-1])
     slicing.pack(edges)

@@ -15,7 +15,6 @@ import torch
 
 from ...hooks import hooked
 from ...targets import MTP_ACCEPTANCE, MTP_LOSS, MTP_ROLL
-from .rules import ROLLED
 from .state import Sliced
 
 
@@ -36,12 +35,7 @@ class Whole:
         self._of[id(part)] = part, whole
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
-        """What it was cut out of.
-
-        Raises:
-            ConfigError: it is not known.
-        """
-        ROLLED.require(id(part) in self._of, shape=tuple(part.shape))
+        """What it was cut out of."""
         return self._of[id(part)][1]
 
     def clear(self) -> None:

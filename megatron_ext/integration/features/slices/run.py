@@ -13,9 +13,11 @@ import torch
 from ....runtime.draws import Draws
 from ....runtime.executor import BackwardPass
 from ....schedule.units import Unit
+from ...errors import ConfigError
 from ...runner import MegatronRunner, with_loss_function
+from ...support import CAUSAL, LINEAR, SUMS, require
 from ...utils import device_of, unwrapped
-from . import carry, rules
+from . import carry
 from .state import Cuts, Slicing
 
 _ROUNDING = 0.02  # of a sum of losses of 1, in bfloat16
@@ -189,13 +191,10 @@ def _linear(output: torch.Tensor, loss_function: Callable[..., Any]) -> Callable
         (loss, *_, none), (whole, *_, some), *parts = (
             loss_function(losses.clone()) for losses in (0 * ones, ones, half, ones - half)
         )
-    zero = f"where all of them are 0 it gives {float(loss):g}"
-    rules.LINEAR.require(not bool(loss != 0), found=zero)
+    require(LINEAR, not bool(loss != 0), found=f"for losses of 0 it gives {float(loss):g}")
     halves, whole = [float(part) for part, *_ in parts], float(whole)
-    found = "for 1 in every second token it gives {:g}, in the others {:g}, and in all {:g}"
-    rules.LINEAR.require(
-        math.isclose(sum(halves), whole, rel_tol=_ROUNDING), found=found.format(*halves, whole)
-    )
+    found = f"of two halves it gives {halves[0]:g} and {halves[1]:g}, of both {whole:g}"
+    require(LINEAR, math.isclose(sum(halves), whole, rel_tol=_ROUNDING), found=found)
     _require_sums(none, some)
     return loss_function
 
@@ -212,7 +211,7 @@ def _require_sums(none: Any, some: Any) -> None:
         found, other = (torch.as_tensor(of).reshape(-1) for of in (value, some[name]))
         pair = isinstance(value, torch.Tensor) and len(found) == 2
         wrong = found[: 1 if pair else None].any() or (pair and found[1] != other[1])
-        rules.SUMS.require(not wrong, name=name, zero=found.tolist(), one=other.tolist())
+        require(SUMS, not wrong, name=name)
 
 
 def _require_attention(model: Any, attentions: int) -> None:
@@ -224,13 +223,9 @@ def _require_attention(model: Any, attentions: int) -> None:
     layers = getattr(getattr(unwrapped(model), "decoder", None), "layers", None)
     kinds = [type(getattr(layer, "self_attention", None)).__name__ for layer in layers or ()]
     expected = sum(kind not in ("NoneType", "IdentityOp") for kind in kinds)
-    rules.CORE.require(
-        layers is not None and attentions >= expected,
-        model=type(unwrapped(model)).__name__,
-        found=attentions,
-        expected=expected,
-        kinds=", ".join(dict.fromkeys(kinds)) or "none",
-    )
+    names = ", ".join(dict.fromkeys(kinds)) or "none"
+    found = f"{attentions} of {expected} layers have it ({names})"
+    require(CAUSAL, layers is not None and attentions >= expected, found=found)
 
 
 def _unit(number: int) -> Unit:
@@ -247,7 +242,8 @@ def added(one: Any, other: Any) -> Any:
     """
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return {name: _added(one[name], other[name]) for name in one}
-    raise rules.NAMED.broken(kind=type(one).__name__)
+    kind = type(one).__name__
+    raise ConfigError(f"slices need reports by name in a dictionary, but the loss reported {kind}")
 
 
 def _added(one: Any, other: Any) -> Any:

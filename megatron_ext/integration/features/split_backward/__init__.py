@@ -15,7 +15,7 @@ from ... import split_local as local
 from ... import split_te as wgrad_te
 from ...callbacks import Callback, Step
 from ...feature import Feature, Run
-from ...gradients import RULES, require_gradient_hooks
+from ...gradients import require_gradient_hooks
 from ...hooks import Hook
 from ...utils import LastModels, gather, unwrapped
 from .report import WgradReport, wgrad_report
@@ -34,8 +34,6 @@ class SplitBackward(Feature):
     Attributes:
         report: of this rank's chunks; None before the first iteration.
     """
-
-    rules = RULES
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.request.splits_backward:

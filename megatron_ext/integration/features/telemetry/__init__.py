@@ -13,9 +13,9 @@ from ....runtime import files
 from ....schedule.baseline import Promise, promise
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Loads, Step
+from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
 from ...hooks import bound, hooked
-from ...rules import Rule
 from ...targets import PRINT_LAST, TRAINING_LOG
 from . import measured, text
 from .traces import Traces
@@ -25,18 +25,10 @@ logger = logging.getLogger(__name__)
 _IN_LINE = "the log line would not say bubble and peak"
 
 
-WRITABLE = Rule(
-    "--pp-trace {folder} needs a folder that every rank can make and write",
-    "this one cannot be written ({why})",
-    "give another one",
-)
-
-
 class Telemetry(Feature):
     """On for every schedule: a line of rank 0's log when a plan is known, and inside Megatron's
     training loop bubble and peak in its line."""
 
-    rules = (WRITABLE,)
     flags = (
         Flag(
             "--pp-trace",
@@ -55,7 +47,8 @@ class Telemetry(Feature):
             why = "it is not writable"
         except OSError as error:
             usable, why = False, error.strerror or str(error)
-        WRITABLE.require(usable, folder=trace, why=why)
+        if not usable:
+            raise ConfigError(f"--pp-trace {trace} cannot be written ({why}); give another folder")
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None:

@@ -12,85 +12,37 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ....schedule.placement import Placement
-from ...building import Building, FirstChunk
+from ...building import FirstChunk
 from ...callbacks import Callback, Step
+from ...errors import ConfigError
 from ...feature import Feature, Run
-from ...hooks import Hook, bound, hooked
-from ...layout import OF_VEE, LayerPattern, vee_layout
+from ...hooks import bound, hooked
+from ...layout import vee_layout
 from ...model_classes import (
-    NO_TEXT,
-    PLACEABLE,
     generates,
-    require_placed,
+    refuse_text,
 )
-from ...rules import Rule
+from ...support import TIED, require
 from ...targets import (
     BRIDGE_EMBEDDINGS,
     CONFIG_POST_INIT,
     GPT_FORWARD,
     GPT_INIT,
-    HYBRID_FORWARD,
-    HYBRID_INIT,
-    HYBRID_SEGMENT,
     PARALLEL_SAVE,
     PARALLEL_STATE,
     TIED_GRADIENTS,
 )
 from ...utils import chunks_of, has_second_embedding, tied_embeddings, unwrapped
 from .relay import Relay
-from .roles import CHUNKS, PIPELINE_RANK, Roles, is_first_stage, is_last_stage, pp_rank
+from .roles import CHUNKS, Roles, is_first_stage, is_last_stage, pp_rank
 
 _PLACED = "_megatron_ext_placed"  # attribute of a model chunk that was built for a V
-
-EVEN = Rule(
-    "V placement on {pp} ranks needs layers for {stages} stages",
-    "num_layers is {layers}",
-    "make it a multiple or set pipeline_model_parallel_layout (is_hybrid_model for a hybrid model)",
-)
-PLACED = Rule(
-    "--pp-schedule {schedule} needs stages that are placed as a V",
-    "this {model} was built in Megatron's own order of stages",
-    "call megatron_ext.enable() before the model is built",
-)
-ELSEWHERE = Rule(
-    "--pp-schedule {schedule} needs stages in Megatron's own order",
-    "this {model} was built with stages that are placed as a V",
-    "build it again, or use a V schedule",
-)
-EQUAL = Rule(
-    "--pp-schedule {schedule} needs equal copies of the tied word embeddings, which it has on one "
-    "rank",
-    "they differ, since {why}",
-    "{fix}, or use a schedule with Megatron's own placement, e.g. zb-h1",
-)
-ONE_RANK = Rule(
-    "--pp-schedule {schedule} needs embedding and output layer on one rank",
-    "Megatron's embedding group was made for ranks {ranks}",
-    "call megatron_ext.enable() before initialize_model_parallel()",
-)
 
 
 class VPlacement(Roles, Feature):
     """On for schedules with V placement. It brings what rank 0 computes to where Megatron expects
     it."""
-
-    rules = (
-        *(EVEN, PLACED, ELSEWHERE, EQUAL, ONE_RANK, OF_VEE, PLACEABLE, NO_TEXT),
-        PIPELINE_RANK,
-    )
-
-    def check(self, run: Run) -> None:
-        if not run.library or run.request is None:
-            return
-        name, chunks = run.request.name, [unwrapped(model) for model in run.models]
-        if run.request.vee:
-            require_embedding_ranks(name)
-        for chunk in () if run.request.vee else chunks:
-            kept, kind = not hasattr(chunk, _PLACED), type(chunk).__name__
-            ELSEWHERE.require(kept, schedule=name, model=kind)
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.request.vee:
@@ -106,21 +58,18 @@ class VPlacement(Roles, Feature):
 
     # --- where Megatron builds a model ---
 
-    def hooks(self) -> Sequence[Hook]:
-        found = [*super().hooks()]
-        if self.training:
-            why = "a model that cannot be placed as a V would be loaded before it is refused"
-            found += Building(why, built=self._require_placed).hooks()
-        return found
-
     @hooked(CONFIG_POST_INIT, "layers and checkpoint keys would be in loop order")
     def _config_post_init(self, original: Callable[..., None], config: Any) -> None:
         layout, pp = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
         # A string is what our validation made of the flags. Without one (a library's own config)
-        # the layers are spread evenly. Hybrid models have a pattern of layers instead.
-        if pp > 1 and layout is None and not config.is_hybrid_model:
+        # the layers are spread evenly.
+        if pp > 1 and layout is None:
             per_stage, rest = divmod(config.num_layers, CHUNKS * pp)
-            EVEN.require(not rest, pp=pp, stages=CHUNKS * pp, layers=config.num_layers)
+            if rest:
+                raise ConfigError(
+                    f"a V on {pp} ranks has {CHUNKS * pp} stages, and num_layers is "
+                    f"{config.num_layers}; make it a multiple, or set a layout"
+                )
             stages = ["t" * per_stage] * (CHUNKS * pp)
             layout = "E" + "|".join(stages) + "m" * (config.mtp_num_layers or 0) + "L"
         if pp > 1 and isinstance(layout, str):
@@ -135,7 +84,7 @@ class VPlacement(Roles, Feature):
         kwargs["get_embedding_ranks"] = _embedding_ranks
         original(*args, **kwargs)
 
-    @hooked((GPT_INIT, HYBRID_INIT), "no embedding or output layer on the ranks that need them")
+    @hooked(GPT_INIT, "no embedding or output layer on the ranks that need them")
     def _model_init(
         self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -159,36 +108,13 @@ class VPlacement(Roles, Feature):
                 mine = model.shared_embedding_or_output_weight()
                 mine.copy_(first.shared_embedding_or_output_weight())
 
-    @hooked(HYBRID_SEGMENT, "layers of a hybrid model in loop order")
-    def _select_pipeline_segment(
-        self,
-        original: Callable[..., Any],
-        main_pattern: str,
-        pp_group: Any,
-        vp_stage: int | None,
-        first_stage_layers: int | None = None,
-        last_stage_layers: int | None = None,
-        **kwargs: Any,
-    ) -> tuple[list[str], int]:
-        first, last = first_stage_layers, last_stage_layers
-        if vp_stage is None:
-            whole: tuple[list[str], int] = original(
-                main_pattern, pp_group, vp_stage, first, last, **kwargs
-            )
-            return whole
-        pp, rank = pp_group.size(), pp_group.rank()
-        stages = LayerPattern(main_pattern).stages(CHUNKS * pp, first, last)
-        stage = Placement.vee(pp).stages[rank][vp_stage]
-        return list(stages[stage]), sum(map(len, stages[:stage]))
-
-    @hooked((GPT_FORWARD, HYBRID_FORWARD), "inference would pass tensors between the wrong stages")
+    @hooked(GPT_FORWARD, "inference would pass tensors between the wrong stages")
     def _model_forward(
         self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         # Inference passes tensors from rank to rank itself, in the order of Megatron's placement.
         if generates(kwargs):
-            why = "inference runs its own pipeline in Megatron's order of stages"
-            raise NO_TEXT.broken(of="in V placement", why=why, flag="--pp-schedule")
+            raise refuse_text("--pp-schedule")
         return original(model, *args, **kwargs)
 
     @hooked(
@@ -217,11 +143,16 @@ class VPlacement(Roles, Feature):
         return original(strategy, state, *args, **kwargs)
 
     def _require_placed(self, models: Sequence[Any]) -> None:
-        chunks = [unwrapped(m) for m in models]
-        require_placed(chunks, self._name)
-        for chunk in chunks:
-            placed, kind = hasattr(chunk, _PLACED), type(chunk).__name__
-            PLACED.require(placed, schedule=self._name, model=kind)
+        """Raises:
+        ConfigError: stages lie as Megatron places them, or the model is another one.
+        """
+        for chunk in map(unwrapped, models):
+            if not hasattr(chunk, _PLACED):
+                raise ConfigError(
+                    f"--pp-schedule {self._name} needs a GPTModel that is built after "
+                    f"megatron_ext.enable(), but this {type(chunk).__name__} was not; use zb-h1 or "
+                    "interleaved-zb for other models"
+                )
 
     # --- an iteration ---
 
@@ -236,23 +167,18 @@ class VPlacement(Roles, Feature):
         chunks = [unwrapped(model) for model in step.call.iteration.models]
         found: Any = tied_embeddings(pp_rank(), chunks)
         alike = found is None or found[0].requires_grad == found[1].requires_grad
-        why, fix = "only one of them is frozen", "freeze both or none"
-        EQUAL.require(alike, schedule=step.plan.name, why=why, fix=fix)
+        fix = "freeze all of them or none"
+        require(TIED, alike, found="one of them is frozen", fix=fix)
         trained = chunks[0] in self._apart
         if step.training:
             self._apart.add(chunks[0])
         if chunks[0] in self._checked and not trained:
             return
         self._checked.add(chunks[0])
-        why, fix = (
-            "whatever loaded the weights filled one of them",
-            "load a torch_dist checkpoint",
-        )
+        fix = "load a torch_dist checkpoint"
         if trained:
-            why = "each was trained by its own gradient"
             fix = "finalize gradients by Megatron's finalize_model_grads"
-        kept = found is None or torch.equal(*found)
-        EQUAL.require(kept, schedule=step.plan.name, why=why, fix=fix)
+        require(TIED, found is None or torch.equal(*found), found="they differ", fix=fix)
 
     def passes_done(self, step: Step, watchdog: Any) -> None:
         self._relay.start(
@@ -299,21 +225,6 @@ class VPlacement(Roles, Feature):
 
 def _embedding_ranks(pp_ranks: list[int], *unused: Any) -> list[int]:
     return [pp_ranks[0]]
-
-
-def require_embedding_ranks(name: str) -> None:
-    """Megatron's group for embeddings must have been made with the hook on it in force.
-
-    Raises:
-        ConfigError: it reduces tied embeddings over a rank that has none.
-    """
-    from megatron.core import parallel_state
-
-    # Megatron keeps the group's list of ranks when it destroys the group.
-    group = parallel_state._EMBEDDING_GROUP
-    ranks = [] if group is None else dist.get_process_group_ranks(group)
-    made = parallel_state.model_parallel_is_initialized() and len(ranks) > 1
-    ONE_RANK.require(not made, schedule=name, ranks=ranks)
 
 
 def without_second_copies(state: Any, seen: set[Any]) -> Any:

@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 from ...hooks import hooked
-from ...rules import Rule
 from ...targets import (
     BATCH,
     LAST_STAGE,
@@ -23,23 +22,11 @@ from ...targets import (
 
 CHUNKS = 2
 
-PIPELINE_RANK = Rule(
-    "V placement needs the pipeline rank of megatron.core.parallel_state",
-    "that is not initialized",
-    "call initialize_model_parallel() before the model is built (in Megatron-Bridge: "
-    "dist.use_decentralized_pg=False), or use a schedule with Megatron's own placement, e.g. zb-h1",
-)
-
 
 def pp_rank() -> int:
-    """This process's rank in the pipeline.
-
-    Raises:
-        ConfigError: the trainer has process groups of its own and none of ``parallel_state``.
-    """
+    """This process's rank in the pipeline."""
     from megatron.core import parallel_state
 
-    PIPELINE_RANK.require(parallel_state.model_parallel_is_initialized())
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 

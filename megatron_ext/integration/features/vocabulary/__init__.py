@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ....plan.refusals import VOCABULARY
 from ...arguments import MegatronArgs
 from ...callbacks import Callback, Step
-from ...feature import Feature, Flag, Needs, Run, require_no_conflict
+from ...feature import Feature, Flag, Run
 from ...gradients import gradient_hook, require_gradient_hooks
 from ...hooks import Hook
-from ...layout import require_prediction_last
-from ...model_classes import NO_TEXT
 from ...utils import LastModels
-from .ends import FLAG, HOOKED, require_no_hooks
-from .model import RULES, SharedOut, require_divisible, require_losses_of
-from .passes import ONE_SHAPE, runner_of
+from .ends import FLAG, require_no_hooks
+from .model import SharedOut, require_losses_of
+from .passes import runner_of
 
 _CHUNKS = "--pp-vocab-chunks"
 
@@ -41,20 +38,13 @@ class VocabularyParallel(SharedOut, Feature):
             "N",
             int,
             least=1,
-            needs=Needs({FLAG: ()}, FLAG),
         ),
     )
-    conflicts = VOCABULARY
-    rules = (*RULES, HOOKED, ONE_SHAPE, NO_TEXT)
 
     def check(self, run: Run) -> None:
         args, chunks = run.args, run.args.pp_vocab_chunks
         if run.request is None or not args.pp_vocab_parallel:
             return
-        require_no_conflict(args, self.conflicts, {"": FLAG})
-        layout = args.pipeline_model_parallel_layout
-        if isinstance(layout, str):
-            require_prediction_last(FLAG, layout)
         notice = _pad(args)
         run.notices += [] if notice is None else [notice]
         if getattr(args, "cross_entropy_loss_fusion", False):
@@ -63,11 +53,6 @@ class VocabularyParallel(SharedOut, Feature):
                 f"{chunks or 1} chunk{'s' * ((chunks or 1) > 1)} of tokens at a time; "
                 "--cross-entropy-loss-fusion has no effect"
             )
-
-    def check_derived(self, run: Run) -> None:
-        # Megatron's arguments may have come from a checkpoint meanwhile.
-        if run.request is not None and run.args.pp_vocab_parallel:
-            _require_padded(run.args)
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.args.pp_vocab_parallel:
@@ -98,22 +83,9 @@ class VocabularyParallel(SharedOut, Feature):
         self._checked = LastModels()
 
 
-def _require_padded(args: MegatronArgs) -> bool:
-    """True if the padded size of the vocabulary is known; it must suit all ranks."""
-    padded = getattr(args, "padded_vocab_size", None)  # a tokenizer may yet determine it
-    if padded is None:
-        return False
-    require_divisible(padded, args.pipeline_model_parallel_size, args.tensor_model_parallel_size)
-    return True
-
-
 def _pad(args: MegatronArgs) -> str | None:
-    """Let Megatron pad the vocabulary to a multiple of all ranks; returns what to log, if anything.
-
-    Raises:
-        ConfigError: it has a size already, and that is no such multiple.
-    """
-    if _require_padded(args):
+    """Let Megatron pad the vocabulary to a multiple of all ranks; returns what to log."""
+    if getattr(args, "padded_vocab_size", None) is not None:
         return None
     pp, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     before = args.make_vocab_size_divisible_by

@@ -7,24 +7,19 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...hooks import bound, hooked
-from ...model_classes import NO_TEXT, generates
-from ...rules import Rule
+from ...model_classes import generates, refuse_text
+from ...support import HOOKED, require
 from ...targets import GPT_FORWARD, GPT_POSTPROCESS, GPT_STATE, MTP_ACCEPTANCE
 from ...utils import nested, unwrapped
 
 FLAG = "--pp-vocab-parallel"
-HOOKED = Rule(
-    f"{FLAG} does not support the script's {{kind}} {{name}} on {{module}}",
-    "it would get hidden states in place of {wanted}, which are computed in passes of all ranks",
-    f"remove the hook, or drop {FLAG}",
-)
 # Of a module: attributes in which PyTorch keeps the hooks of its passes, or what it knows of them.
 _BEFORE_PASSES = "_forward_pre_hooks"
 PASSES = (_BEFORE_PASSES, "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -206,25 +201,19 @@ def require_no_hooks(models: Sequence[Any]) -> None:
     layer = hidden_of(models)
     if layer is None:
         return
-    for name, hook in _foreign_hooks(layer, PASSES):
-        _refuse("output_layer", name, hook, "logits")
-    for module in nested(models[-1]):
-        for name, hook in _foreign_hooks(module, [x for x in PASSES if x != _BEFORE_PASSES]):
-            _refuse(type(module).__name__, name, hook, "losses of a forward pass")
+    others = [x for x in PASSES if x != _BEFORE_PASSES]
+    parts = [(layer, PASSES), *((module, others) for module in nested(models[-1]))]
+    for module, kinds in parts:
+        for hook in _foreign_hooks(module, kinds):
+            require(HOOKED, False, name=getattr(hook, "__qualname__", type(hook).__name__))
 
 
-def _foreign_hooks(module: torch.nn.Module, kinds: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _foreign_hooks(module: torch.nn.Module, kinds: Sequence[str]) -> Iterator[Any]:
     for kind in kinds:
         for hook in vars(module).get(kind, {}).values():
             function = hook.func if isinstance(hook, functools.partial) else hook
             if not str(getattr(function, "__module__", "")).startswith(_OWN):
-                yield kind, function
-
-
-def _refuse(module: str, kind: str, hook: Any, wanted: str) -> NoReturn:
-    name = getattr(hook, "__qualname__", type(hook).__name__)
-    kind = kind.strip("_").removesuffix("s").replace("_", " ")
-    raise HOOKED.broken(kind=kind, name=name, module=module, wanted=wanted)
+                yield function
 
 
 def losses_of(labels: Tensor, logits: Tensor) -> Tensor:
@@ -265,8 +254,7 @@ class Ends:
         last = isinstance(getattr(model, "output_layer", None), HiddenStates)
         processed = given.get("output_processor") is not None
         if generates(given) or processed or (last and given.get("labels") is None):
-            why = "no rank has logits, only the losses of labels are computed"
-            raise NO_TEXT.broken(of=f"under {FLAG}", why=why, flag=FLAG)
+            raise refuse_text(FLAG)
         return original(model, *args, **kwargs)
 
     @hooked(GPT_POSTPROCESS, "hidden states would be taken for logits")

@@ -25,8 +25,8 @@ from ....runtime.weight_hooks import foreign_hooks
 from ...building import Building, FirstChunk
 from ...errors import ConfigError
 from ...hooks import Hook, bound, hooked
-from ...rules import Rule
-from ...targets import GPT_INIT, HYBRID_INIT
+from ...support import HOOKED, OWN_LOSS, TIED, require
+from ...targets import GPT_INIT
 from ...utils import unwrapped
 from .ends import FLAG, Ends, HiddenStates, SharedEmbedding, hidden_of, losses_of, with_hooks_of
 
@@ -34,31 +34,6 @@ _LOADED = "a model without shards would be loaded before it is refused"
 _SHARD = "vocabulary"  # the shard's name in a rank's first chunk
 # Names in checkpoints, and in Megatron's own model.
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-
-EQUAL_PARTS = Rule(
-    f"{FLAG} on {{pp}} pipeline ranks and {{tp}} tensor ranks needs a vocabulary in equal parts",
-    "its {rows} padded entries are no multiple of {parts}",
-    "pad it to {more}, or let Megatron pad it",
-)
-NO_HOOKS = Rule(
-    f"{FLAG} does not support hooks on the whole embedding and output layer",
-    "every rank gets a part, and the script has registered them while it built the model",
-    "register them on the parts (parameters of the module 'vocabulary') once it is built, or drop "
-    "it",
-)
-ALL_FROZEN = Rule(
-    f"{FLAG} needs tied weights that are frozen alike, since it has one copy of them",
-    "the script has frozen {frozen} of {copies} copies that Megatron built (embedding, output "
-    "layer, embedding for multi-token prediction)",
-    "freeze all of them or none",
-)
-OWN_LOSS = Rule(
-    f"{FLAG} does not support a model with another compute_language_model_loss",
-    "no rank has logits, so that losses are Megatron's cross entropy",
-    "leave the method as it is, or drop it",
-)
-GPT_MODEL = Rule(f"{FLAG} is for megatron.core's GPTModel", "this model is a {model}", "drop it")
-RULES = (EQUAL_PARTS, NO_HOOKS, ALL_FROZEN, OWN_LOSS, GPT_MODEL)
 
 
 class VocabularyShard(torch.nn.Module):
@@ -142,25 +117,13 @@ def shard_of(models: Sequence[Any]) -> VocabularyShard:
         models: its chunks, in whatever wrappers.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the model has none: it is no GPTModel.
     """
     chunk = unwrapped(models[0])
     shard = getattr(chunk, _SHARD, None)
     if not isinstance(shard, VocabularyShard):
-        raise _other_model(chunk)
+        raise ConfigError(f"{FLAG} is for GPTModel, and this is a {type(chunk).__name__}")
     return shard
-
-
-def require_divisible(rows: int, pp: int, tp: int) -> None:
-    """Every rank must own the same number of rows.
-
-    Raises:
-        ConfigError: they cannot be shared out equally.
-    """
-    parts = pp * tp
-    EQUAL_PARTS.require(
-        rows % parts == 0, pp=pp, tp=tp, parts=parts, rows=rows, more=-(-rows // parts) * parts
-    )
 
 
 @dataclass(frozen=True)
@@ -215,10 +178,11 @@ class _Pipeline:
         found = torch.tensor([*counts, hooks, own_loss], device=device)
         dist.all_reduce(found, group=self.group)
         *counted, hooked, replaced = found.tolist()
-        NO_HOOKS.require(not hooked)
-        OWN_LOSS.require(not replaced)
+        require(HOOKED, not hooked, name="those on their weights")
+        require(OWN_LOSS, not replaced)
         for frozen, copies in (counted[:2], counted[2:]):
-            ALL_FROZEN.require(frozen in (0, copies), frozen=frozen, copies=copies)
+            some = f"{frozen} of {copies} are frozen"
+            require(TIED, frozen in (0, copies), found=some, fix="freeze all of them or none")
         return [counted[0] > 0, counted[2] > 0]
 
 
@@ -242,8 +206,6 @@ class SharedOut(Ends):
         given = bound(original, model, *args, **kwargs).arguments
         config = given["config"]
         pp, tp = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
-        # Before the original, which waits for the other end of a tied model.
-        require_divisible(given["vocab_size"], pp, tp)
         original(model, *args, **kwargs)
         tied = model.share_embeddings_and_output_weights
         # There are no two copies to be reduced, and none to be tied in a checkpoint.
@@ -258,12 +220,6 @@ class SharedOut(Ends):
         rows = given["vocab_size"] // (pp * tp)
         share = functools.partial(_share_out, self._first.get(), model, tied, rows, place)
         share() if self._later is None else self._later.append(share)
-
-    @hooked(HYBRID_INIT, _LOADED)
-    def _other_init(
-        self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        raise _other_model(model)
 
     def script_hooks(self) -> list[Hook]:
         """Where Megatron's training scripts build models."""
@@ -327,7 +283,7 @@ def require_losses_of(models: Sequence[Any]) -> None:
         ConfigError: it has; that would take losses for logits.
     """
     if hidden_of(models) is not None:
-        OWN_LOSS.require(unwrapped(models[-1]).compute_language_model_loss is losses_of)
+        require(OWN_LOSS, unwrapped(models[-1]).compute_language_model_loss is losses_of)
 
 
 def _parameter(rows: Tensor, frozen: bool) -> Parameter:
@@ -338,7 +294,3 @@ def _parameter(rows: Tensor, frozen: bool) -> Parameter:
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     return parameter
-
-
-def _other_model(model: Any) -> ConfigError:
-    return GPT_MODEL.broken(model=type(model).__name__)

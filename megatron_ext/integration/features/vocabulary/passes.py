@@ -10,14 +10,12 @@ from ....runtime.vocabulary import Batch, VocabularyPasses
 from ....runtime.vocabulary_shards import EmbeddingShard, OutputShard, TensorRanks
 from ....schedule.schedule import Schedule
 from ...callbacks import Step
-from ...rules import Rule
+from ...errors import ConfigError
 from ...runner import Call, MegatronRunner, beneath
 from ...utils import unwrapped
 from .ends import FLAG, depths_of
 from .model import shard_of
 from .run import VocabularyRunner
-
-ONE_SHAPE = Rule(f"{FLAG} needs microbatches of one shape", "this call's have several", "drop it")
 
 
 def runner_of(step: Step, chunks: int) -> Callable[..., MegatronRunner]:
@@ -35,7 +33,7 @@ def _passes(call: Call, plan: Schedule, chunks: int, runner: VocabularyRunner) -
     iteration, shape = call.iteration, call.shape
     config, shard = iteration.config, shard_of(iteration.models)
     if shape is None:
-        raise ONE_SHAPE.broken()
+        raise ConfigError(f"{FLAG} needs microbatches of one shape; drop it")
     ranks = TensorRanks(unwrapped(iteration.models[0]).tp_group, bool(config.sequence_parallel))
     sequence = shape[0] * (ranks.size if ranks.sequence_parallel else 1)
     weight, first_row = shard.output, shard.first_row
