@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NoReturn
 
-from .._input import meant
+from .._input import flag_of, meant
 from ..patching import PREFIXES
 from .arguments import MegatronArgs
 from .errors import ConfigError
@@ -20,6 +21,15 @@ FLAGS: tuple[Flag, ...] = tuple(
     sorted(
         (flag for feature in FEATURES for flag in feature.flags),
         key=lambda flag: (flag.alone, flag.attribute != "pp_schedule"),
+    )
+)
+# Flags that are gone since 0.3.0, and values of others.
+_REMOVED = frozenset(
+    (
+        *("--pp-post-validation", "--pp-group-size", "--pp-effort", "--pp-profile"),
+        *("--pp-offload-chunks", "--pp-offload-time", "--pp-offload-transfer", "--pp-slice-cut"),
+        *("--pp-vocab-chunks", "--moe-pipeline-costs", "--moe-memory-budget"),
+        *("--moe-memory-host-budget", "--pp-slices auto"),
     )
 )
 
@@ -39,12 +49,25 @@ def wanted(argv: Sequence[str]) -> bool:
         ConfigError: a flag is like one of ours, but none.
     """
     names, known = _names(argv), [flag.name for flag in FLAGS]
+    words = " ".join(argv).replace("=", " ").split()
+    _require_kept(names | {" ".join(pair) for pair in pairwise(words)})
     for name in sorted(n for n in names - {*known} if n.startswith("--")):
         # No flag of Megatron is as like as 0.9 to one of ours.
         hint = meant(name, known, 0.6 if name.startswith(PREFIXES) else 0.9)
         if hint:
             raise ConfigError(f"{name} is not known{hint}")
     return bool(names & {*known, "-h", "--help"})
+
+
+def _require_kept(used: Iterable[str]) -> None:
+    """Refuse flags, with their values or without, that are gone.
+
+    Raises:
+        ConfigError: the first one.
+    """
+    gone = sorted(_REMOVED.intersection(used) - {flag.name for flag in FLAGS})
+    if gone:
+        raise ConfigError(f"{gone[0]} was removed in 0.3.0, see CHANGELOG")
 
 
 def short_errors(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +102,7 @@ def parsed(options: Mapping[str, object]) -> argparse.Namespace:
     """
     known = {option(flag): flag.attribute for flag in FLAGS}
     for name in options:
+        _require_kept((flag_of(name), flag_of(f"pp_{name}")))
         if name not in known:
             raise ConfigError(f"{name!r} is no option of megatron_ext; it has {', '.join(known)}")
     parser = add_arguments(_Parser(allow_abbrev=False))
@@ -118,6 +142,7 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
     known = {flag.attribute: flag for flag in FLAGS}
     found = {}
     for name, value in config.items():
+        _require_kept((flag_of(name), f"{flag_of(name)} {value}"))
         if name not in known:
             raise ConfigError(f"{name!r} is no option of megatron_ext; it has {', '.join(known)}")
         switch = known[name].switch

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
-from megatron_ext.integration.flags import GROUP, add_arguments, defaults
+from megatron_ext.integration.flags import GROUP, add_arguments, defaults, parsed, wanted
 from megatron_ext.integration.utils import full_batch
 from megatron_ext.schedule import Costs, Schedule, generate, simulate
 from megatron_ext.schedule.io import save
@@ -320,3 +320,18 @@ def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     moe = ["moe_pipeline_chunks", "moe_memory_reuse"]
     assert vars(args) == dict.fromkeys([*(f"pp_{name}" for name in ours), *moe])
     assert GROUP in parser.format_help()
+
+
+def test_flags_that_are_gone() -> None:
+    """By the launcher and patched scripts, ``apply`` and ``enable``."""
+    said = pytest.raises(ConfigError, match="removed in 0.3.0, see CHANGELOG")
+    for argv in (["--pp-effort", "3"], ["--moe-memory-budget=1GiB"], ["--pp-slices", "auto"]):
+        with said:
+            wanted(["--pp-schedule", "v-half", *argv])
+    assert wanted(["--pp-slices", "4", "--pp-schedule", "auto"])
+    for config in ({"pp_profile": "x"}, {"pp_slices": "auto"}):
+        with said:
+            defaults(config)
+    for options in ({"effort": 1}, {"moe_memory_budget": "1GiB"}, {"slices": "auto"}):
+        with said:
+            parsed(options)
