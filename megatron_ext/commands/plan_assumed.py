@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan import collectives, launches, memory, moe_times, overlap, slices, times
+from ..plan import collectives, launches, memory, moe_times, slices, times
 from ..plan.divisions import RULES
 from ..plan.space import SearchSpace
 
@@ -16,7 +16,10 @@ def assumptions(space: SearchSpace, notes: Sequence[str], several: bool) -> list
     if job.num_experts:
         experts = (*launches.ASSUMPTIONS, *moe_times.ASSUMPTIONS)
     if job.overlap_moe_expert_parallel_comm:
-        experts += overlap.ASSUMPTIONS
+        experts += (
+            "passes in pairs: the longer of their computation and their all-to-alls; what Megatron "
+            "keeps between a layer's parts, beside activation sets, is not counted",
+        )
     computed = [*times.ASSUMPTIONS, *experts]
     cut = slices.ASSUMPTIONS if space.slices else ()
     beside = [*cut, *collectives.ASSUMPTIONS, *([f"divisions: {RULES}"] if several else [])]

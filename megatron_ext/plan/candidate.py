@@ -12,8 +12,6 @@ from ..schedule.effects import peak_sets
 from ..schedule.simulate import makespan_of
 from .cases import ROUNDING, Case
 from .memory import states_of
-from .moe_job import fixed_plan
-from .overlap import is_open
 from .space import SearchSpace
 from .vocabulary import BARRIERS, NOT_WITH, rank_work, with_passes
 from .workload import Workload
@@ -135,16 +133,11 @@ def candidates_of(case: Case, units: Units) -> Iterator[Candidate]:
             spec,
             microbatches=case.microbatches,
             barriers=BARRIERS * job.vocab_parallel,
-            overlap=bool(job.overlap_moe_expert_parallel_comm),
+            overlap=job.overlap_moe_expert_parallel_comm,
         )
         order = units(sized)
-        paired = is_open(job) and fixed_plan(job) is None and not sized.barriers
         for split in space.splits(job, order, units.peaks(sized)):
             yield _rough(case, sized, space.workload(job, case.microbatches, split), units)
-            if paired:
-                both = job.with_(overlap_moe_expert_parallel_comm=True)
-                pair = space.workload(both, case.microbatches, split)
-                yield _rough(case, replace(sized, overlap=True), pair, units)
 
 
 def _rough(case: Case, spec: ScheduleSpec, work: Workload, units: Units) -> Candidate:

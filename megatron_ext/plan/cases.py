@@ -15,10 +15,9 @@ from .collectives import ATTENTION, Links, overhead
 from .layout import Split, Stage
 from .memory import StageBytes
 from .model import Job
-from .overlap import is_open
 from .parameters import Count, StateBytes, shard_parameters, stage_parameters, state_bytes
 from .space import SearchSpace
-from .times import PassTimes, least_times, stage_times, vocabulary_times
+from .times import PassTimes, least_times, vocabulary_times
 
 
 class Case(NamedTuple):
@@ -78,10 +77,7 @@ class _Forms:
 
     def least(self, split: Split) -> Sequence[PassTimes]:
         """Of every stage, without what pairs may hide."""
-        if self.job.overlap_moe_expert_parallel_comm or is_open(self.job):
-            paired = self.job.with_(overlap_moe_expert_parallel_comm=True)
-            return least_times(paired, split, self.space.gpu)
-        return stage_times(self.job, split, self.space.gpu)
+        return least_times(self.job, split, self.space.gpu)
 
     def case(self, vee: bool, budget: int) -> Case:
         """One placement's."""

@@ -9,8 +9,8 @@ from .._input import attribute
 from .flags import job_of
 from .gpu import NODE
 from .model import Job, PlanError
-from .overlap import FLAG as PAIRS
 
+PAIRS = "--overlap-moe-expert-parallel-comm"
 TOKENS = 4096  # of a sequence: least a context-parallel rank is given by the search
 SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
@@ -98,7 +98,8 @@ def _sizes(given: dict[str, Any], node: int) -> Iterator[tuple[int, ...]]:
                     continue
                 etp = given.get(SIZES[4]) or 1
                 for ep in _options(given, SIZES[3], _divisors(experts)):
-                    if world // pp % (ep * etp) == 0:
+                    alone = ep == 1 and given.get(attribute(PAIRS))
+                    if world // pp % (ep * etp) == 0 and not alone:
                         yield tp, pp, cp, ep, etp
 
 

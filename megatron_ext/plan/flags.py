@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from .._input import attribute, flag_of, values_of
-from . import overlap
 from .defaults import job_with_defaults
 from .layout import check_stages
 from .model import Job, PlanError
@@ -117,7 +116,6 @@ def read(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     why = not_modelled({**vars(known), **values_of(rest)}.get)
     if why is not None:
         raise PlanError(why)
-    overlap.exclude_pairs(vars(known), rest)
     return vars(known), ignored
 
 
@@ -145,7 +143,6 @@ def job_of(given: dict[str, Any]) -> Job:
         raise PlanError(f"plan needs {', '.join(missing)} too, as pretrain_gpt.py has them")
     job = job_with_defaults(dict(given))
     check(job)
-    overlap.refuse(job)
     check_stages(job)
     return job
 

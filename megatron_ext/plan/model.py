@@ -30,8 +30,7 @@ class Job:
     pads the vocabulary to. ``cheap_recompute`` and ``vocab_parallel`` are ours.
     ``layers[i]`` are the parts of decoder layer i and ``mtp_layers[i]`` those of depth i of
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``recipe`` is the FP8 recipe;
-    ``quantized_parameters`` is ``--fp8-param-gather``; ``window`` how far attention looks.
-    ``overlap_moe_expert_parallel_comm``: None is open."""
+    ``quantized_parameters`` is ``--fp8-param-gather``; ``window`` how far attention looks."""
 
     num_layers: int
     hidden_size: int
@@ -112,7 +111,7 @@ class Job:
     recompute_modules: tuple[str, ...] = ()
     distribute_saved_activations: bool = False
     cheap_recompute: bool = False
-    overlap_moe_expert_parallel_comm: bool | None = None
+    overlap_moe_expert_parallel_comm: bool = False
     vocab_parallel: bool = False
     micro_batch_size: int = 1
     global_batch_size: int | None = None

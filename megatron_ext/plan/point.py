@@ -15,7 +15,6 @@ from .collectives import Overhead
 from .memory import RankBytes
 from .model import Job
 from .moe_job import flags as moe_flags
-from .overlap import FLAG as PAIRS
 from .slices import FLAG as SLICES
 from .slices import simulate_words
 from .workload import Workload
@@ -140,7 +139,7 @@ class Point:
         if job.vocab_parallel:
             words += ["--pp-vocab-parallel"]
         if job.overlap_moe_expert_parallel_comm:
-            words += [PAIRS]
+            words += ["--overlap-moe-expert-parallel-comm"]
         words += moe_flags(job)
         if not ours:
             return words

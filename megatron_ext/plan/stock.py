@@ -22,8 +22,6 @@ def of_stock(space: SearchSpace) -> SearchSpace:
     job = space.job.with_(vocab_parallel=False, cheap_recompute=False)
     if has_experts(job):
         job = without_chunks(job)
-        if job.overlap_moe_expert_parallel_comm is None:
-            job = job.with_(overlap_moe_expert_parallel_comm=False)
     return replace(
         space,
         job=job,
@@ -70,7 +68,7 @@ def named(
     spec = ScheduleSpec(
         *(name, job.pipeline_model_parallel_size, work.microbatches, chunks, work.costs),
         barriers=BARRIERS * job.vocab_parallel,
-        overlap=bool(job.overlap_moe_expert_parallel_comm),
+        overlap=job.overlap_moe_expert_parallel_comm,
     )
     if group is None:
         return spec

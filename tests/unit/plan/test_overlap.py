@@ -11,7 +11,6 @@ from megatron_ext.plan.gpu import gpu_of
 from megatron_ext.plan.layout import even_split
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.moe_job import fixed_plan
-from megatron_ext.plan.overlap import is_open, refusal
 from megatron_ext.plan.search import Search
 from megatron_ext.plan.space import SearchSpace
 from megatron_ext.plan.times import exchange_times, least_times, stage_times
@@ -41,47 +40,9 @@ def space(*words, **changes):
     return SearchSpace(job(*words), SLOW, 2, **{**options, **changes})
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--expert-model-parallel-size", "1"], "--expert-model-parallel-size is 1"),
-        (["--mtp-num-layers", "2"], "--mtp-num-layers is 2"),
-        (["--moe-token-dispatcher-type", "allgather"], "--moe-token-dispatcher-type allgather"),
-        (
-            ["--recompute-granularity", "full", "--recompute-method", "uniform"],
-            "--recompute-granularity full",
-        ),
-        (
-            ["--recompute-granularity", "selective", "--recompute-modules", "moe"],
-            "--recompute-modules moe",
-        ),
-        (["--pp-vocab-parallel"], "overlap-moe-expert-parallel-comm"),
-    ],
-)
-def test_what_training_refuses(words, why):
-    with pytest.raises(PlanError, match=why):
-        job(FLAG, *words)
-    assert not is_open(job(*words))
-
-
-def test_16_bits_are_needed():
-    with pytest.raises(PlanError, match="16-bit parameters, but they have 32; add --bf16"):
-        job(FLAG, dtype="")
-    assert refusal(job()) is None and is_open(job())
-
-
-@pytest.mark.parametrize("words", ["--moe-shared-expert-overlap", "--cuda-graph-impl local"])
-def test_a_flag_that_is_ignored_excludes_pairs(words):
-    assert not is_open(job(*words.split()))
-    with pytest.raises(PlanError, match=words.split()[0]):
-        job(FLAG, *words.split())
-    assert is_open(job("--cuda-graph-impl", "none"))
-
-
 def test_chunks_and_pairs_exclude_each_other():
     with pytest.raises(PlanError, match=f"{FLAG}"):
         job(FLAG, "--moe-pipeline-chunks", "2")
-    assert not is_open(job("--moe-pipeline-chunks", "2"))
     assert all(fixed_plan(each) is None for each, _ in space(FLAG).jobs())
     assert any(fixed_plan(each) is not None for each, _ in space().jobs())
 
@@ -96,19 +57,6 @@ def test_costs_are_those_that_training_takes():
     assert where.workload(job(), 8, split).costs.exchange is None
     least, whole = (each(where.job, split, where.gpu) for each in (least_times, stage_times))
     assert all(a.forward < b.forward and a[2] == b[2] for a, b in zip(least, whole))
-
-
-def test_a_search_tries_pairs_and_takes_the_faster():
-    result = Search([space()], 70 * GIB).run()
-    best = result.best
-    assert best is not None and best.spec.overlap and FLAG in best.flags()
-    assert best.schedule().has_pairs
-    # Few tokens go to other ranks: nothing to hide, and pairs cost launches.
-    few = space(
-        "--moe-router-topk", "1", "--moe-ffn-hidden-size", "16384", schedules=("dualpipev",)
-    )
-    alone = Search([few], 200 * GIB).run()
-    assert alone.best is not None and not alone.best.spec.overlap
 
 
 def test_a_flag_keeps_the_search_to_pairs():
