@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,22 +111,6 @@ class TestWithASchedule:
         with pytest.raises(ConfigError, match=r"keeps \d+ .* is 1; raise --pp-memory-cap"):
             after_megatron(args, choice)
 
-    def test_a_cap_that_measured_times_do_not_keep(self) -> None:
-        """Training has begun then: the closest plan runs."""
-        request = ScheduleRequest.of("v-zb", memory_cap="0.13", offloading=asked("auto"))
-        assert request.resolve(4, 2, 16).plan(16, Knowledge(Link.of(4, Fraction(1, 4)))).has_offload
-
-    @pytest.mark.matrix
-    def test_v_cap_is_as_large_as_offload_allows(self) -> None:
-        link = Link.of(8, Fraction(1, 4))
-        offloading = asked("auto", time="0.25")
-        request = ScheduleRequest.of("v-cap", memory_cap="0.5", offloading=offloading)
-        plan = request.resolve(8, 2, 32).plan(32, Knowledge(link))
-        assert max(check(plan).peak_sets) <= 8
-        assert max(check(plan.compute()).peak_sets) > 8
-        alone = ScheduleRequest.of("v-cap", memory_cap="0.5").resolve(8, 2, 32).plan(32)
-        assert simulate(plan).makespan < simulate(alone).makespan
-
     def test_auto_counts_what_stays(self) -> None:
         """With the times given before training it takes what offload brings under the cap."""
         offloading = asked("auto", time="0.25")
@@ -170,51 +153,6 @@ def test_times_of_every_stage() -> None:
 
 
 class TestOnTheMachine:
-    def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Ranks of one host are added up; another host's do not count."""
-        from megatron_ext.integration import host_memory as memory
-
-        gib = 1 << 30
-        here = socket.gethostname()
-        promised = 6 * gib  # by the other ranks of the call
-        others = [
-            (here, 6 * gib, 0, 10 * gib, gib, promised),
-            ("elsewhere", 100 * gib, 0, 200 * gib, 0, 100 * gib),
-        ]
-
-        def add(host: str, nbytes: int) -> int:
-            nonlocal promised
-            assert host == here
-            promised += nbytes
-            return promised
-
-        def gather(mine: Any, groups: Any) -> list[Any]:
-            assert groups == ["of the call"]
-            return [(*mine[:3], 10 * gib, gib, mine[5]), *others]
-
-        def require(needed: int, held: int = 0) -> None:
-            with memory.memory_on_hosts(needed, held, ["of the call"]):
-                assert promised == before + needed - held
-            assert promised == before
-
-        monkeypatch.setattr(memory, "gather_over", gather)
-        monkeypatch.setattr(memory, "_add", add)
-        before = promised
-        require(2 * gib)
-        with pytest.raises(ConfigError) as error:
-            require(4 * gib)
-        assert promised == before
-        text = str(error.value)
-        assert f"host {here}: offloading needs 10.00 GiB" in text
-        assert "6.00 GiB a rank) besides 2.00 GiB in use but only 9.00 GiB" in text
-        assert "--pp-offload-chunks" in text
-        # What this rank's present arena gives back counts as available.
-        require(4 * gib, held=2 * gib)
-        # What a data replica there is about to take is not, though it takes no part.
-        promised = before = promised + 3 * gib
-        with pytest.raises(ConfigError, match=r"besides 5.00 GiB in use but only 6.30 GiB"):
-            require(2 * gib)
-
     def test_least_bytes_of_a_set(self) -> None:
         """20 bytes per token and hidden element in 16 bits (PipeOffload, section 2), not 34."""
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from megatron_ext.offload import arena as arena_module
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.blocks import ALIGNMENT, padded
 from megatron_ext.offload.device import CpuDevice, Direction, HostEvent
-from megatron_ext.offload.host import bound_to_numa_node, pci_bus_id
 from megatron_ext.offload.host_memory import available_host_bytes
 from megatron_ext.offload.rates import measure_rates
 
@@ -122,36 +119,6 @@ def test_available_memory_is_what_the_group_leaves(tmp_path):
     v1 = "sys__fs__cgroup__memory__memory"
     write(tmp_path, **{f"{v1}.limit_in_bytes": 900, f"{v1}.usage_in_bytes": 1000})
     assert available_host_bytes(tmp_path) == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
-def test_memory_is_bound_to_the_node_of_the_device(tmp_path):
-    mine = sorted(os.sched_getaffinity(0))
-    online = ",".join(map(str, mine))
-    root = write(
-        tmp_path,
-        sys__devices__system__cpu__online=online,
-        **{f"sys__bus__pci__devices__{BUS}__numa_node": 1},
-        **{f"sys__bus__pci__devices__{BUS}__local_cpulist": f"{mine[0]}-{mine[0]}"},
-    )
-    with bound_to_numa_node(BUS, root):
-        assert os.sched_getaffinity(0) == {mine[0]}
-    assert sorted(os.sched_getaffinity(0)) == mine
-    with pytest.raises(ZeroDivisionError), bound_to_numa_node(BUS, root):
-        raise ZeroDivisionError
-    assert sorted(os.sched_getaffinity(0)) == mine
-    # Bound from outside: the machine has one more CPU than this process may use.
-    write(tmp_path, sys__devices__system__cpu__online=f"{online},{mine[-1] + 1}")
-    with bound_to_numa_node(BUS, root):
-        assert sorted(os.sched_getaffinity(0)) == mine
-    # No NUMA: the kernel says -1.
-    write(tmp_path, sys__devices__system__cpu__online=online)
-    write(tmp_path, **{f"sys__bus__pci__devices__{BUS}__numa_node": -1})
-    with bound_to_numa_node(BUS, root):
-        assert sorted(os.sched_getaffinity(0)) == mine
-    with bound_to_numa_node(None):
-        assert sorted(os.sched_getaffinity(0)) == mine
-    assert pci_bus_id(CPU) is None
 
 
 def test_rates_are_measured():
