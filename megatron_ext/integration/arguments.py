@@ -97,7 +97,6 @@ class MegatronArgs(Protocol):
     pp_p2p: str | None
     pp_trace: str | None
     pp_vocab_parallel: bool | None
-    pp_vocab_chunks: int | None
     pp_offload: str | None
     pp_offload_chunks: int | None
     pp_offload_time: str | None

@@ -5,7 +5,7 @@ See ``schedule.vocabulary`` for what each does; with one barrier (algorithm 2 of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from .collectives import Collectives
 from .executor import Executor
 from .vocabulary_shards import EmbeddingShard, OutputShard, Scores
 
-Operands = Iterable[tuple[torch.Tensor, torch.Tensor]]
+Operands = tuple[torch.Tensor, torch.Tensor]
 _IDS = "ids"
 
 
@@ -71,7 +71,7 @@ class VocabularyModel(Protocol):
         some microbatches before the first stage's F."""
 
     def output_gradient(self, microbatch: int, operands: Operands) -> None:
-        """Add the output weight's gradient: the sum of ``g.t() @ x`` over pairs (x, g)."""
+        """Add the output weight's gradient: ``g.t() @ x`` of the pair (x, g)."""
 
     def embedding_gradient(self, microbatch: int, grad: torch.Tensor) -> None:
         """Add the gradient of the embedding's weight."""

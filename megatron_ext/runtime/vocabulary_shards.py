@@ -2,8 +2,8 @@
 
 Of the output layer (section 4.2):
 
-The logits of all ranks' shards never exist whole; with several chunks of tokens not even those of
-one shard do. For a token with logits l, target y, M = max l and Z = sum exp(l - M):
+The logits of all ranks' shards never exist whole. For a token with logits l, target y, M = max l
+and Z = sum exp(l - M):
 
     loss = M + log Z - l[y],        d loss / d l[v] = exp(l[v] - M) / Z - (v == y)
 
@@ -14,7 +14,6 @@ owner adds exp(l[y] - M) / Z - 1, computed without cancellation, times the targe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,7 +125,7 @@ class Scores:
         statistics: [3, tokens] of the tensor ranks' shards: maximum, target's logit, sum; of all
             shards after ``scale``: log of the sum of exponentials, target's logit, target's weight.
             Where the shard ``predicts``, also the first row of the vocabulary with the maximum.
-        kept: [tokens, rows], exponentials; None: T computes them again.
+        kept: [tokens, rows], exponentials; None in evaluation.
     """
 
     hidden: torch.Tensor
@@ -148,8 +147,6 @@ class OutputShard:
     Args:
         weight: [rows, hidden size].
         first_row: in the whole weight.
-        chunks: of tokens, one after the other. With 1 the exponentials of a microbatch are kept
-            from S to T.
         ranks: that have other rows of the same pipeline rank.
         needs_gradient: False in evaluation.
         predicts: find every token's most likely one too.
@@ -159,12 +156,11 @@ class OutputShard:
         self,
         weight: torch.Tensor,
         first_row: int,
-        chunks: int = 1,
         ranks: TensorRanks = ALONE,
         needs_gradient: bool = True,
         predicts: bool = False,
     ) -> None:
-        self.weight, self.first_row, self.chunks, self.ranks = weight, first_row, chunks, ranks
+        self.weight, self.first_row, self.ranks = weight, first_row, ranks
         self.needs_gradient, self.predicts = needs_gradient, predicts
         self._wide = torch.promote_types(weight.dtype, torch.float32)
 
@@ -179,28 +175,20 @@ class OutputShard:
         x = self._tokens(hidden)
         targets = labels.t().reshape(-1) - self.first_row
         targets = targets.masked_fill((targets < 0) | (targets >= rows), -1)
+        target, here = targets[:, None].clamp(min=0), targets[:, None] >= 0
+        logits = torch.matmul(x, self.weight.t()).to(self._wide)
+        own = logits.amax(-1)
         # Both statistics of tokens whose target is elsewhere are below those of its owner.
-        most = torch.full((2, len(x)), -torch.inf, dtype=self._wide, device=x.device)
-        total = most.new_empty(len(x))
-        first = most.new_empty(len(x)) if self.predicts else None
-        gradient = torch.empty_like(x) if self.needs_gradient else x.new_empty(0)
-        kept = None
-        for at in self._parts(len(x)):
-            logits = torch.matmul(x[at], self.weight.t()).to(self._wide)
-            target, here = targets[at, None].clamp(min=0), targets[at, None] >= 0
-            most[0, at] = logits.amax(-1)
-            most[1, at] = logits.gather(1, target).masked_fill(~here, -torch.inf).squeeze(1)
-            if first is not None:
-                first[at] = logits.argmax(-1) + self.first_row
-            weights = logits.sub_(most[0, at, None]).exp_()
-            total[at] = weights.sum(-1)
-            if self.needs_gradient:
-                weights.scatter_(1, target, weights.gather(1, target).masked_fill(here, 0))
-                kept = weights.to(x.dtype)
-                torch.matmul(kept, self.weight, out=gradient[at])
-        own = most[0].clone()
-        if self.chunks > 1 or not self.needs_gradient:
-            kept = None
+        known = logits.gather(1, target).masked_fill(~here, -torch.inf).squeeze(1)
+        first = (logits.argmax(-1) + self.first_row).to(self._wide) if self.predicts else None
+        weights = logits.sub_(own[:, None]).exp_()
+        total, kept = weights.sum(-1), None
+        gradient = x.new_empty(0)
+        if self.needs_gradient:
+            weights.scatter_(1, target, weights.gather(1, target).masked_fill(here, 0))
+            kept = weights.to(x.dtype)
+            gradient = torch.matmul(kept, self.weight)
+        most = torch.stack([own, known])
         return Scores(hidden, targets, own, gradient, self.ranks.joined(most, total, first), kept)
 
     def scale(self, scores: Scores, every: torch.Tensor) -> torch.Tensor:
@@ -222,11 +210,10 @@ class OutputShard:
         scores.statistics = torch.stack([log_sum, target, missing, *first])
         if self.needs_gradient:
             scale = (scores.most - log_sum).exp()
-            for at in self._parts(len(scale)):
-                part = scores.gradient[at].to(self._wide).mul_(scale[at, None])
-                rows = self.weight[scores.targets[at].clamp(min=0)]
-                part.addcmul_(missing[at, None], rows.to(self._wide))
-                scores.gradient[at] = part
+            part = scores.gradient.to(self._wide).mul_(scale[:, None])
+            rows = self.weight[scores.targets.clamp(min=0)]
+            part.addcmul_(missing[:, None], rows.to(self._wide))
+            scores.gradient.copy_(part)
         return scores.gradient
 
     def input_gradient(self, scores: Scores, grad: torch.Tensor) -> torch.Tensor:
@@ -242,36 +229,24 @@ class OutputShard:
             sequence *= self.ranks.size
         return self.ranks.summed(whole.view(sequence, *rest))
 
-    def operands(
-        self, scores: Scores, grad: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """T: the weight's gradient is the sum of ``logits_gradient.t() @ inputs`` over chunks.
+    def operands(self, scores: Scores, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """T: the weight's gradient is ``logits_gradient.t() @ inputs``.
 
         Args:
             scores: after ``scale``.
             grad: [tokens], of the losses.
 
-        Yields:
-            ([tokens, hidden size], [tokens, rows]) of a chunk: inputs, gradient of the logits.
+        Returns:
+            [tokens, hidden size] inputs, [tokens, rows] gradient of the logits.
         """
+        assert scores.kept is not None
         x = self._tokens(scores.hidden)
         log_sum, _, missing = scores.statistics[:3]
-        for at in self._parts(len(x)):
-            if scores.kept is None:
-                logits = torch.matmul(x[at], self.weight.t()).to(self._wide)
-                grads = logits.sub_(log_sum[at, None]).exp_().mul_(grad[at, None])
-            else:
-                factor = (scores.most[at] - log_sum[at]).exp().mul_(grad[at])
-                grads = scores.kept[at] * factor[:, None]
-            target, here = scores.targets[at, None].clamp(min=0), scores.targets[at, None] >= 0
-            added = torch.where(here, (missing[at] * grad[at])[:, None], grads.gather(1, target))
-            grads.scatter_(1, target, added)
-            yield x[at], grads.to(x.dtype)
+        factor = (scores.most - log_sum).exp().mul_(grad)
+        grads = scores.kept * factor[:, None]
+        target, here = scores.targets[:, None].clamp(min=0), scores.targets[:, None] >= 0
+        added = torch.where(here, (missing * grad)[:, None], grads.gather(1, target))
+        return x, grads.scatter_(1, target, added).to(x.dtype)
 
     def _tokens(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ranks.whole(hidden).reshape(-1, hidden.shape[-1])
-
-    def _parts(self, tokens: int) -> Iterator[slice]:
-        size = -(-tokens // self.chunks)
-        for start in range(0, tokens, size):
-            yield slice(start, min(start + size, tokens))

@@ -144,11 +144,8 @@ EXTRAS = (
         without=f"{_NO_DOCUMENTS}|--pp-schedule (interleaved|gis|po|auto)",
     ),
     # Ours.
-    *(
-        # Three ranks have a vocabulary of other padding, and padding takes part in the loss.
-        Extra(model="--make-vocab-size-divisible-by 384", ours=ours, why=_SHARDS)
-        for ours in ("--pp-vocab-parallel", "--pp-vocab-parallel --pp-vocab-chunks 2")
-    ),
+    # Three ranks have a vocabulary of other padding, and padding takes part in the loss.
+    Extra(model="--make-vocab-size-divisible-by 384", ours="--pp-vocab-parallel", why=_SHARDS),
     Extra(
         ours="--overlap-moe-expert-parallel-comm",
         needs="--bf16.*--expert-model-parallel-size",

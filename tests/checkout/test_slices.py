@@ -132,7 +132,7 @@ PADDED = f"{ROPE} --make-vocab-size-divisible-by 64"  # as for all ranks
     [
         (("v-half",), ""),
         nightly(("1f1b", "zb-h1", "v-zb"), ""),
-        nightly(("zb-h1 --pp-vocab-chunks 2", "v-half --pp-vocab-chunks 2"),
+        nightly(("zb-h1", "v-half"),
                 "--calculate-per-token-loss"),
         nightly(("v-half",), "--recompute-granularity full --recompute-method uniform "
                 "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce "

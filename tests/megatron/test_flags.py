@@ -315,7 +315,7 @@ def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     ours = ["schedule", "memory_cap", "group_size", "cost", "p2p", "trace"]
     ours += ["cheap_recompute", "slices", "slice_weights", "profile_steps"]
     ours += ["slice_tokens", "microbatch_costs", "reorder_microbatches"]
-    ours += ["vocab_parallel", "vocab_chunks"]
+    ours += ["vocab_parallel"]
     ours += ["offload", "offload_chunks", "offload_time", "offload_policy"]
     moe = ["moe_pipeline_chunks", "moe_memory_reuse"]
     assert vars(args) == dict.fromkeys([*(f"pp_{name}" for name in ours), *moe])

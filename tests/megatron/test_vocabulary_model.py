@@ -133,8 +133,8 @@ def test_padding(before: int, pp: int, after: int, said: str | None) -> None:
 
 
 def test_a_fused_loss_has_no_effect() -> None:
-    (text,) = checked(cross_entropy_loss_fusion=True, pp_vocab_chunks=3).notices
-    assert "3 chunks of tokens at a time; --cross-entropy-loss-fusion has no effect" in text
+    (text,) = checked(cross_entropy_loss_fusion=True).notices
+    assert "--cross-entropy-loss-fusion has no effect" in text
 
 
 def test_padding_that_is_given_stays() -> None:

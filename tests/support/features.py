@@ -123,9 +123,8 @@ _DEPTHS = """--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3
 _WITH_SHARDS = (
     _sharded("vocabulary"),
     _sharded(
-        "vocabulary, tied, chunks, clipping, evaluation",
+        "vocabulary, tied, clipping, evaluation",
         run="--clip-grad 1.0 --eval-iters 2 --eval-interval 2",
-        ours=_VOCABULARY + " --pp-vocab-chunks 3",
         drop=_TIED,
     ),
     _sharded(
@@ -142,9 +141,8 @@ _WITH_SHARDS = (
         pp=2,
     ),
     _sharded(
-        "vocabulary, TP 2, tied, chunks",
+        "vocabulary, TP 2, tied",
         run="--tensor-model-parallel-size 2",
-        ours=_VOCABULARY + " --pp-vocab-chunks 2",
         drop=_TIED,
         pp=2,
     ),
@@ -193,10 +191,9 @@ _WITH_SHARDS = (
     ),
     _sharded("vocabulary, MTP", model=_DEPTHS, tolerance=1e-6),
     _sharded(  # Stock cannot load it into a pipeline: it looks for an output layer there.
-        "vocabulary, MTP, tied, chunks, evaluation",
+        "vocabulary, MTP, tied, evaluation",
         model=_DEPTHS,
         run="--eval-iters 2 --eval-interval 2",
-        ours=_VOCABULARY + " --pp-vocab-chunks 3",
         drop=_TIED,
         pp=2,
         tolerance=1e-6,

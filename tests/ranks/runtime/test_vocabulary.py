@@ -16,9 +16,8 @@ NAMES = ["1f1b", "zb-h1", "interleaved", "interleaved-zb", "v-half", "v-zb", "v-
         [("1f1b", 4), ("zb-h1", 3), ("interleaved-zb", 2), ("v-half", 4), ("v-zb", 2)],
     ),
 )
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_equal_to_one_process(pool, name, pp, chunks):
-    found = pool.run("vocabulary", pp, name=name, microbatches=7, chunks=chunks)
+def test_equal_to_one_process(pool, name, pp):
+    found = pool.run("vocabulary", pp, name=name, microbatches=7)
     assert sum(one["losses"] for one in found) == 7
     for one in found:
         assert one["loss"] < 1e-12 and one["gradient"] < 1e-12 and one["left"] == 0
@@ -32,18 +31,10 @@ def test_equal_to_one_process(pool, name, pp, chunks):
 @pytest.mark.parametrize("depths", [1, 2])
 def test_multi_token_prediction(pool, name, pp, depths):
     """The last stage takes embeddings too, and has a head for each depth."""
-    found = pool.run("vocabulary", pp, name=name, microbatches=7, chunks=2, depths=depths)
+    found = pool.run("vocabulary", pp, name=name, microbatches=7, depths=depths)
     assert sum(one["losses"] for one in found) == sum(one["predicted"] for one in found) == 7
     for one in found:
         assert one["loss"] < 1e-12 and one["gradient"] < 1e-12 and one["left"] == 0
-
-
-@pytest.mark.parametrize(("chunks", "tokens"), [(1, 6), (2, 3), (3, 2), (6, 1)])
-@pytest.mark.parametrize("training", [False, True])
-def test_no_rank_has_logits_of_more_than_a_chunk(pool, chunks, tokens, training):
-    given = {"name": "v-half", "microbatches": 4, "chunks": chunks, "training": training}
-    found = pool.run("vocabulary", 2, **given)
-    assert [one["tokens with logits"] for one in found] == [tokens, tokens]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])
@@ -60,10 +51,8 @@ def test_evaluation(pool, name, depths):
 @pytest.mark.parametrize(
     ("dtype", "most"), [("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 0.02)]
 )
-@pytest.mark.parametrize(("chunks", "tokens"), [(1, 16), (3, 6), (16, 1)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks(pool, dtype, most, chunks, tokens, sequence_parallel):
-    given = {"chunks": chunks, "sequence_parallel": sequence_parallel, "dtype": dtype}
+def test_tensor_parallel_ranks(pool, dtype, most, sequence_parallel):
+    given = {"sequence_parallel": sequence_parallel, "dtype": dtype}
     for found in pool.run("tensor_ranks", 2, **given):
-        assert found.pop("tokens") == tokens
         assert max(found.values()) < most, found

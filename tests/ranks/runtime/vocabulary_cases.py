@@ -90,8 +90,8 @@ class Runner(toy.ToyRunner):
         return rolled(tokens(100 + microbatch), self.depths)
 
     def output_gradient(self, microbatch: int, operands: Any) -> None:
-        for x, grad in operands:
-            self.gradients["output"] += grad.t() @ x
+        x, grad = operands
+        self.gradients["output"] += grad.t() @ x
 
     def embedding_gradient(self, microbatch: int, grad: torch.Tensor) -> None:
         self.gradients["embedding"] += grad
@@ -197,7 +197,6 @@ def vocabulary(
     context: Context,
     name: str,
     microbatches: int,
-    chunks: int = 1,
     training: bool = True,
     depths: int = 0,
 ) -> dict[str, Any]:
@@ -223,7 +222,7 @@ def vocabulary(
         plan,
         collectives(context.group, CPU),
         EmbeddingShard(embedding, first),
-        OutputShard(output, first, chunks, needs_gradient=training, predicts=depths > 0),
+        OutputShard(output, first, needs_gradient=training, predicts=depths > 0),
         lambda _: Batch((samples, SEQUENCE), hidden, WIDE, CPU, 1 + depths),
         runner,
     )
@@ -258,9 +257,7 @@ def vocabulary(
     return result
 
 
-def tensor_ranks(
-    context: Context, chunks: int, sequence_parallel: bool, dtype: str
-) -> dict[str, float]:
+def tensor_ranks(context: Context, sequence_parallel: bool, dtype: str) -> dict[str, float]:
     """The cross entropy of shards on tensor-parallel ranks, against the whole."""
     kind = getattr(torch, dtype)
     weight, whole = matrices()[1].to(kind), numbers(3, 8, BATCH, toy.HIDDEN).to(kind)
@@ -270,13 +267,13 @@ def tensor_ranks(
     ranks = TensorRanks(context.group, sequence_parallel)
     first, start = context.rank * rows, context.rank * part
     own = slice(start, start + part) if sequence_parallel else slice(None)
-    shard = OutputShard(weight[first : first + rows], first, chunks, ranks, predicts=True)
+    shard = OutputShard(weight[first : first + rows], first, ranks, predicts=True)
     with torch.no_grad():
         scores = shard.score(whole[own], labels)
         shard.scale(scores, scores.statistics[None])
         grad = grads.t().reshape(-1)
         found = shard.input_gradient(scores, grad)
-        pairs = list(shard.operands(scores, grad))
+        x, logits_grad = shard.operands(scores, grad)
     likely = (whole @ weight.t()).argmax(-1).reshape(-1)
     exact, inputs = (t.double().requires_grad_() for t in (weight, whole))
     logits = (inputs @ exact.t()).transpose(0, 1)
@@ -293,9 +290,8 @@ def tensor_ranks(
         "losses": difference(scores.losses.view(8, BATCH).t(), losses.detach()),
         "input": difference(found, inputs.grad[own]),
         "weight": difference(
-            sum(g.double().t() @ x.double() for x, g in pairs),
+            logits_grad.double().t() @ x.double(),
             exact.grad[first : first + rows],
         ),
-        "tokens": max(len(x) for x, _ in pairs),
         "other predictions": (scores.statistics[3] != likely).sum().item(),
     }

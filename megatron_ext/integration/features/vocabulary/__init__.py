@@ -15,8 +15,6 @@ from .ends import FLAG, require_no_hooks
 from .model import SharedOut, require_losses_of
 from .passes import runner_of
 
-_CHUNKS = "--pp-vocab-chunks"
-
 
 class VocabularyParallel(SharedOut, Feature):
     """On with ``--pp-vocab-parallel``: runs the vocabulary's passes of every iteration."""
@@ -30,36 +28,24 @@ class VocabularyParallel(SharedOut, Feature):
             not_in_library="trainers load and export weights by the names of whole matrices, which "
             "no rank has; start the run with the launcher, or drop it",
         ),
-        Flag(
-            _CHUNKS,
-            f"with {FLAG}: chunks of a microbatch's tokens whose logits exist at a time; with 1, "
-            "the default, a rank keeps its part of the probabilities for the weight gradient, with "
-            "more it computes them again",
-            "N",
-            int,
-            least=1,
-        ),
     )
 
     def check(self, run: Run) -> None:
-        args, chunks = run.args, run.args.pp_vocab_chunks
+        args = run.args
         if run.request is None or not args.pp_vocab_parallel:
             return
         notice = _pad(args)
         run.notices += [] if notice is None else [notice]
         if getattr(args, "cross_entropy_loss_fusion", False):
             run.notices.append(
-                f"{FLAG} computes the loss from parts of the logits on all ranks, "
-                f"{chunks or 1} chunk{'s' * ((chunks or 1) > 1)} of tokens at a time; "
+                f"{FLAG} computes the loss from parts of the logits on all ranks; "
                 "--cross-entropy-loss-fusion has no effect"
             )
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.args.pp_vocab_parallel:
             return ()
-        assert run.pipeline is not None
         self._run, self.vee = run, run.request.vee
-        self._chunks = run.args.pp_vocab_chunks or 1
         self._checked = LastModels()
         return (self,)
 
@@ -77,7 +63,7 @@ class VocabularyParallel(SharedOut, Feature):
             self._checked.set(models)
         require_no_hooks(models)  # in every step: they cost microseconds, and hooks may come late
         require_losses_of(models)
-        step.runner_type = runner_of(step, self._chunks)
+        step.runner_type = runner_of(step)
 
     def close(self) -> None:
         self._checked = LastModels()

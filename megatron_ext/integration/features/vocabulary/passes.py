@@ -18,17 +18,20 @@ from .model import shard_of
 from .run import VocabularyRunner
 
 
-def runner_of(step: Step, chunks: int) -> Callable[..., MegatronRunner]:
+def runner_of(step: Step) -> Callable[..., MegatronRunner]:
     """Makes the runner of a step, beneath what makes one that may cut microbatches.
 
     Args:
-        chunks: of tokens, in the cross entropy.
     """
-    passes = functools.partial(_passes, step.call, step.plan, chunks)
+    passes = functools.partial(
+        _passes,
+        step.call,
+        step.plan,
+    )
     return beneath(step.runner_type, VocabularyRunner, passes=passes)
 
 
-def _passes(call: Call, plan: Schedule, chunks: int, runner: VocabularyRunner) -> VocabularyPasses:
+def _passes(call: Call, plan: Schedule, runner: VocabularyRunner) -> VocabularyPasses:
     """The passes of one iteration; collective over the pipeline at the first one."""
     iteration, shape = call.iteration, call.shape
     config, shard = iteration.config, shard_of(iteration.models)
@@ -50,7 +53,7 @@ def _passes(call: Call, plan: Schedule, chunks: int, runner: VocabularyRunner) -
         plan,
         collectives(call.group, weight.device),
         EmbeddingShard(shard.embedding, first_row),
-        OutputShard(weight, first_row, chunks, ranks, training, predicts=depths > 0),
+        OutputShard(weight, first_row, ranks, training, predicts=depths > 0),
         batch,
         runner,
     )

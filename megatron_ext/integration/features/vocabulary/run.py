@@ -287,30 +287,16 @@ class VocabularyRunner(MegatronRunner):
             return
         fused = bool(self._it.config.gradient_accumulation_fusion)
         with self.syncing(0, last and self._last_use[id(weight)] is op):
-            if foreign_hooks(weight):
-                torch.autograd.backward(weight, _sum(weight, gradient))
-            elif isinstance(gradient, torch.Tensor):
-                add(weight, gradient)
-            elif fused:
-                for x, grad in gradient:
-                    accumulate_fused(weight, x, grad)
+            whole = isinstance(gradient, torch.Tensor)
+            if not whole and fused and not foreign_hooks(weight):
+                accumulate_fused(weight, *gradient)
                 mark_added(weight)
             else:
-                for x, grad in gradient:
-                    add(weight, grad.t().matmul(x))
+                summed = gradient if whole else gradient[1].t().matmul(gradient[0])
+                (torch.autograd.backward if foreign_hooks(weight) else add)(weight, summed)
             finish(weight)
         if last:
             self.chunk_done(0)
-
-
-def _sum(weight: torch.Tensor, gradient: Any) -> torch.Tensor:
-    """All of a shard's gradient of a microbatch, rounded once."""
-    if isinstance(gradient, torch.Tensor):
-        return gradient
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    parts = (grad.t().matmul(x).to(wide) for x, grad in gradient)
-    total: torch.Tensor = functools.reduce(torch.add, parts)
-    return total.to(weight.dtype)
 
 
 class _Given(torch.autograd.Function):
