@@ -90,7 +90,7 @@ def rank_main(rank: int, p: int, tiny: bool, folder: str) -> None:
     for number, (name, chunks, offload) in enumerate(CASES):
         plan = generate(name, p, size.microbatches, chunks)
         if offload:
-            plan = offload_pass(plan, Link.of(p, TIME_OF_A_SET, policy="dual"), offload).schedule
+            plan = offload_pass(plan, Link.of(p, TIME_OF_A_SET), offload).schedule
         edges = connected(group, "passes", Placement.loop(p, 2).edges, there)
         channel: Any = Channel(edges, size.shape, gpu.BF16, there)
         one = gpu.Rank(size, plan, rank, group, channel if own else Staged(channel))

@@ -28,8 +28,7 @@ WHOLE = (
     ("v-min", 2, ""), ("v-half", 2, ""), ("v-zb", 2, ""), ("po", 4, ""),
 )  # fmt: skip
 FEW = tuple(WHOLE[i] for i in (0, 4, 5, 7))
-# (which sets, policy of the link), of po
-OFFLOADS = (("full", "dual"), ("half", "dual"), ("full", "single"))
+OFFLOADS = ("full", "half")  # of po's sets
 CASES = (
     (gpu.Size(4096, 4096, 4, 8, 16), WHOLE, OFFLOADS),
     (gpu.Size(8192, 4096, 4, 8, 16), FEW, OFFLOADS[:1]),
@@ -51,9 +50,9 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
     for size, names, offloads in TINY if tiny else CASES:
         rows = _Rows(size, group, clocks, 2 if tiny else gpu.ROUNDS, save)
         rows.whole(names)
-        for which, policy in offloads:
-            row = {"size": str(size), "schedule": f"po, offload {which}, {policy}"}
-            if "failed" in gpu.tried(row, rows.offloaded, rates, which, policy):
+        for which in offloads:
+            row = {"size": str(size), "schedule": f"po, offload {which}"}
+            if "failed" in gpu.tried(row, rows.offloaded, rates, which):
                 save(row)
         del rows
         gpu.release()
@@ -85,19 +84,17 @@ class _Rows:
             ranks[key] = self._rank(plan, recompute)
         self._measure(ranks, {key: _first_passes(rank) for key, rank in ranks.items()})
 
-    def offloaded(self, rates: Rates, which: str, policy: str) -> dict[str, Any]:
+    def offloaded(self, rates: Rates, which: str) -> dict[str, Any]:
         """One offload of ``po``, in turn with the same rank's list without."""
         pp, plan = self._size.pp, generate("po", self._size.pp, self._size.microbatches, 4)
-        ways = (rates.to_host, rates.to_device)
-        if policy == "dual":
-            ways = (rates.to_host_together, rates.to_device_together)
+        ways = rates.to_host_together, rates.to_device_together
         # Of a set, over its chunk's F+B+W.
         times = [Fraction(self._bytes / way / sum(self._po.values())) for way in ways]
-        link = Link.of(pp, *(t.limit_denominator(10**4) for t in times), policy=policy)
+        link = Link.of(pp, *(t.limit_denominator(10**4) for t in times))
         rank = self._rank(offload_pass(plan, link, which).schedule)
         base = self._rank(plan, at=rank.rank)
         try:
-            ranks = {f"po on rank {rank.rank}": base, f"po, offload {which}, {policy}": rank}
+            ranks = {f"po on rank {rank.rank}": base, f"po, offload {which}": rank}
             for one in ranks.values():
                 _first_passes(one)
             self._measure(ranks, dict.fromkeys(ranks, self._po))

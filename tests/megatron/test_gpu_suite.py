@@ -73,7 +73,7 @@ def test_all_parts_end(repo_root: Path, tmp_path: Path) -> None:
     assert sum(row["moved_sets"] > 0 for row in equal) == 3
     rows = {row["schedule"]: row for row in parts["row"]["rows"]}
     assert all(row["sets"] == row["planned_sets"] for row in rows.values())
-    assert rows["po, offload full, dual"]["speed"] == rows["po"]["speed"]  # by the same passes
+    assert rows["po, offload full"]["speed"] == rows["po"]["speed"]  # by the same passes
     assert rows["1f1b, recompute full"]["planned_sets"] == rows["1f1b"]["planned_sets"]
     assert [row["equal"] for row in parts["graphs"]["rows"]] == [True] * 3
     slices = parts["slices"]["rows"]
