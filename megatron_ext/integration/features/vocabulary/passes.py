@@ -19,15 +19,8 @@ from .run import VocabularyRunner
 
 
 def runner_of(step: Step) -> Callable[..., MegatronRunner]:
-    """Makes the runner of a step, beneath what makes one that may cut microbatches.
-
-    Args:
-    """
-    passes = functools.partial(
-        _passes,
-        step.call,
-        step.plan,
-    )
+    """Makes the runner of a step, beneath what makes one that may cut microbatches."""
+    passes = functools.partial(_passes, step.call, step.plan)
     return beneath(step.runner_type, VocabularyRunner, passes=passes)
 
 
