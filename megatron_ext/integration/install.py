@@ -23,6 +23,7 @@ from .flags import (
 from .hooks import Report, declared, hooked
 from .support import in_use, require_allowed
 from .targets import ARGUMENTS, PIPELINES, VALIDATE
+from .tested import untested
 
 __all__ = ["Installation", "apply", "install", "revert"]
 
@@ -106,6 +107,7 @@ class Installation(EntryPoint):
         for feature in () if again else self.features:
             feature.check(run)
         require_allowed(run.args, in_use(run))
+        run.notices += [] if again else untested(run)
         result = original(args, *rest, **kwargs)
         for feature in self.features:
             feature.check_derived(run)

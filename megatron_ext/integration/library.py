@@ -29,6 +29,7 @@ from .flags import given, in_options, parsed
 from .hooks import Report
 from .pipeline import ScheduledPipeline, groups_of_call, pipeline_group
 from .support import in_use, require_allowed
+from .tested import untested
 from .utils import chunks_of, device_of, nested, time_limit_minutes, unwrapped, watched
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,8 @@ class Library(EntryPoint):
         for feature in features:
             feature.check(run)
         require_allowed(run.args, in_use(run))
+        for notice in untested(run) if dist.get_rank() == 0 else ():
+            logger.info("%s", notice)
         own = self.begin(run, [feature for feature in features if feature.per_model])
         every = {**self._shared, **own}
         assert run.request is not None and run.pipeline is not None

@@ -60,7 +60,7 @@ def test_losses_are_those_without(
     assert "MLP.forward -> MLP" not in without.log(0)
 
 
-def test_refused_before_training(server: ScriptServer, tmp_path: Path) -> None:
+def test_megatron_refuses_whole_layers(server: ScriptServer, tmp_path: Path) -> None:
     full = Feature(
         "full",
         run="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -69,4 +69,4 @@ def test_refused_before_training(server: ScriptServer, tmp_path: Path) -> None:
     )
     outcome = server.run(command(full, "1f1b", tmp_path / "no checkpoint"), 2, tmp_path / "run")
     assert outcome.status == "failed"
-    assert "--pp-cheap-recompute does not support --recompute-granularity full" in outcome.log(0)
+    assert "recompute method is not yet supported for selective" in outcome.log(0)

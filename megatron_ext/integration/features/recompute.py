@@ -115,6 +115,10 @@ def ask_megatron(args: MegatronArgs) -> None:
     grouped = args.num_experts and args.moe_grouped_gemm
     # Within "moe" the whole layer is recomputed, and its activation function with it.
     wanted = ["layernorm", *(["moe_act"] if grouped and "moe" not in modules else [])]
+    if args.recompute_granularity == "full" and args.rank == 0:
+        logger.info(
+            "%s recomputes parts of layers; --recompute-granularity full has no effect", FLAG
+        )
     args.recompute_granularity = "selective"
     args.recompute_modules = [*modules, *(name for name in wanted if name not in modules)]
     if args.transformer_impl == "transformer_engine" and args.rank == 0:
