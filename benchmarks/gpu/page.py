@@ -39,11 +39,11 @@ SECTIONS: dict[str, tuple[str, str, dict[str, dict[str, str]]]] = {
     "slices": (
         "What do slices cost?",
         "Measured: F, B and W of one layer, against the whole sequence with torch's own choice of a"
-        " kernel. Simulated: eight ranks of such layers against `1f1b` of whole sequences.",
+        " kernel. Simulated: speed of eight ranks of such layers under `v-zb`, against `1f1b` of"
+        " whole sequences. *Peak* in microbatches.",
         {"rows": {"slices": "{size}: {slices}", "ms": "{ms}", "over whole": "{over_whole}",
-                  "gradients apart": "{difference:.1e}"},
-         "steps": {"step of": "{size}: {slices}, m {microbatches}, {schedule}",
-                   "speed": "{speed}", "peak": "{peak}"}},
+                  "gradients apart": "{difference:.1e}", "`v-zb`, m 4": "{speed_4}",
+                  "m 8": "{speed_8}", "peak, m 8": "{peak_8}"}},
     ),
     "te": (
         "What does Transformer Engine's split cost?",
@@ -115,7 +115,7 @@ def _shown(row: Row) -> _Cells:
     cells = _Cells()
     for key, value in row.items():
         if isinstance(value, list) and len(value) == 3:
-            cells[key] = "{:.2f} ({:.2f} to {:.2f})".format(*value)
+            cells[key] = "{:.2f} ({:.2f}..{:.2f})".format(*value)
         elif key.endswith("_bytes"):
             cells[key] = f"{value / 2**30:.2f}"
         elif key == "equal":

@@ -7,7 +7,7 @@ passes, steps of an eight-rank pipeline are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -54,14 +54,11 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
     """Rows by tokens and slices; the first of each is the whole with torch's choice."""
     gpu.start()
     gpu.warm(0 if tiny else gpu.WARM_SECONDS)
-    result: dict[str, Any] = {"rows": [], "steps": []}
+    result: dict[str, Any] = {"rows": []}
     clocks = gpu.Clocks()
     for tokens, counts in (TINY if tiny else TOTALS).items():
         size = gpu.Size(64 if tiny else HIDDEN, tokens)
-        rows, found = _rows(size, counts, 2 if tiny else gpu.ROUNDS, clocks)
-        result["rows"] += rows
-        keep(result)
-        result["steps"] += found
+        result["rows"] += _rows(size, counts, 2 if tiny else gpu.ROUNDS, clocks)
         keep(result)
         gpu.release()
     clocks.close()
@@ -69,7 +66,7 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
 
 
 def _rows(size: gpu.Size, counts: Sequence[int], rounds: int, clocks: gpu.Clocks) -> Any:
-    """Rows of one number of tokens, and of the steps simulated from them."""
+    """Rows of one number of tokens."""
     (layer,), rows = gpu.layers_of(size, [0]), list[dict[str, Any]]()
     slices = {"whole": (1, False)} | {f"{n} slices": (n, False) for n in counts}
     slices |= {f"{n} slices, W joined": (n, True) for n in counts[1::2]}
@@ -90,7 +87,8 @@ def _rows(size: gpu.Size, counts: Sequence[int], rounds: int, clocks: gpu.Clocks
             "difference": max(float((a - b).norm() / b.norm()) for a, b in pairs), **found,
         })  # fmt: skip
         print(rows[-1], flush=True)
-    return rows, list(steps(str(size), [(slices[row["slices"]], row) for row in rows]))
+    speeds(rows, list(slices.values()))
+    return rows
 
 
 def once(layer: Any, size: gpu.Size, count: int, joined: bool) -> dict[str, list[float]]:
@@ -127,29 +125,28 @@ def once(layer: Any, size: gpu.Size, count: int, joined: bool) -> dict[str, list
     return found
 
 
-def steps(size: str, rows: Sequence[tuple[tuple[int, bool], Any]]) -> Iterator[dict[str, Any]]:
-    """Pipelines whose ranks hold one such layer, or half of one in each of two chunks: speed
-    against 1F1B of whole microbatches, and peak in whole microbatches."""
+def speeds(rows: Sequence[dict[str, Any]], slices: Sequence[tuple[int, bool]]) -> None:
+    """Add the speed of ``v-zb`` on ranks with half such a layer in each of two chunks, against 1F1B
+    of whole microbatches, and its peak in whole microbatches."""
     for m in MICROBATCHES:
-        base = 0.0
-        for (count, joined), row in rows:
-            times = [row["passes"][op] for op in "FBW"]
-            whole = [Fraction(sum(each)).limit_denominator(10**6) for each in times]
-            costs = Costs.of(*whole)
-            if count > 1:
-                w = [whole[2] / count] * count if joined else times[2]
-                shares = zip(*(
-                    [Fraction(t).limit_denominator(10**6) / total for t in each]
-                    for each, total in zip((*times[:2], w), whole, strict=True)
-                ), strict=True)  # fmt: skip
-                costs = costs.with_units([(*one, Fraction(1, count)) for one in shares] * m)
-            for name in ("v-half", "v-zb") if count > 1 else ("1f1b", "v-zb"):
-                plan = generate(name, PP, m, costs=costs, slices=count, effort=0, joined=joined)
-                found = simulate(plan)
-                base = base or float(found.makespan)
-                yield {"size": size, "slices": row["slices"], "microbatches": m, "schedule": name,
-                       "speed": round(base / float(found.makespan), 3),
-                       "peak": round(float(max(found.peak_activation)), 2)}  # fmt: skip
+        base = simulate(generate("1f1b", PP, m, costs=_costs(rows[0], 1, False, m))).makespan
+        for row, (count, joined) in zip(rows, slices, strict=True):
+            costs = _costs(row, count, joined, m)
+            plan = generate("v-zb", PP, m, 2, costs, slices=count, effort=0, joined=joined)
+            found = simulate(plan)
+            row[f"speed_{m}"] = round(float(base / found.makespan), 2)
+            row[f"peak_{m}"] = round(float(max(found.peak_activation)), 2)
+
+
+def _costs(row: dict[str, Any], count: int, joined: bool, m: int) -> Costs:
+    times = [[Fraction(t).limit_denominator(10**6) for t in row["passes"][op]] for op in "FBW"]
+    if joined:  # one W, of which each slice has a part
+        times[2] = [sum(times[2]) / count] * count
+    costs = Costs.of(*map(sum, times))
+    if count == 1:
+        return costs
+    shares = zip(*([t / sum(each) for t in each] for each in times), strict=True)
+    return costs.with_units([(*one, Fraction(1, count)) for one in shares] * m)
 
 
 if __name__ == "__main__":
