@@ -122,7 +122,7 @@ def jobs(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu) -> list[Job]
 _OURS = tuple(
     f"pp_{name}"
     for name in (
-        *("schedule", "memory_cap", "group_size", "offload", "offload_chunks", "offload_time"),
+        *("schedule", "memory_cap", "offload", "offload_chunks", "offload_time"),
         *("cheap_recompute", "vocab_parallel", "cost"),
         *("profile", "slices", "slice_tokens", "slice_cut", "slice_weights"),
     )

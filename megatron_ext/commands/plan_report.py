@@ -128,7 +128,6 @@ def point_json(point: Point, gpu: Gpu) -> dict[str, Any]:
         "mfu": rate.mfu,
         "chunks": point.spec.chunks,
         "memory_cap": None if point.cap is None else number_to_json(point.cap),
-        "group_size": point.spec.group_size,
         "slices": point.spec.slices[0] if point.spec.slices else 1,
         "microbatches": point.spec.microbatches,
         "micro_batch_size": job.micro_batch_size,

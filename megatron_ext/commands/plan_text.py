@@ -61,8 +61,6 @@ def _name(point: dict[str, Any]) -> str:
     name, stages = point["schedule"], len(point["layers"])
     if point["memory_cap"] is not None:
         name += f" {round(point['memory_cap'] * stages)}/{stages}"
-    if point["group_size"] is not None:
-        name += f" g={point['group_size']}"
     if point["slices"] > 1:
         name += f" /{point['slices']}"
     return str(name)

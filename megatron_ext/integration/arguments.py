@@ -86,7 +86,6 @@ class MegatronArgs(Protocol):
     # Our flags; see the features.
     pp_schedule: str | None
     pp_memory_cap: str | None
-    pp_group_size: int | None
     pp_cost: str | None
     pp_slices: int | None
     pp_slice_tokens: int | None

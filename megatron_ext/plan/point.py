@@ -153,8 +153,6 @@ class Point:
     def _options(self) -> list[tuple[str, str]]:
         """Options that the command line and training (after ``--pp-``) share, with values."""
         words = []
-        if self.spec.group_size is not None:
-            words.append(("group-size", str(self.spec.group_size)))
         if self.cap is not None:
             words.append(("memory-cap", str(self.cap)))
         if self.spec.offload is not None:

@@ -301,8 +301,7 @@ def _has_twin(search: Search, one: Candidate) -> bool:
         p.job != one.workload.job
         and (p.name, p.spec.pp, p.spec.microbatches)
         == (one.spec.name, one.spec.pp, one.spec.microbatches)
-        and (p.spec.chunks, p.spec.group_size, p.offload)
-        == (one.spec.chunks, one.spec.group_size, one.offload)
+        and (p.spec.chunks, p.offload) == (one.spec.chunks, one.offload)
         and p.workload.split == one.workload.split
         and _alike(p.workload.costs, one.workload.costs)
         for p in search.result.points

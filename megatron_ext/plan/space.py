@@ -76,15 +76,10 @@ class SearchSpace:
             generator = GENERATORS[name]
             if generator.takes_memory_cap:
                 continue
-            sizes: list[int | None] = [None]
-            if generator.takes_group_size:
-                sizes = [self.pp, *{-(-3 * self.pp // 4)} - {self.pp, -(-self.pp // 2)}]
             counts: Sequence[int] = [generator.default_chunks]
             if generator.any_chunks:
                 counts = [v for v in self.chunks if v >= generator.default_chunks]
-            out += [
-                ScheduleSpec(name, self.pp, 1, v, group_size=size) for v in counts for size in sizes
-            ]
+            out += [ScheduleSpec(name, self.pp, 1, v) for v in counts]
         return out
 
     def jobs(self) -> list[tuple[Job, int]]:

@@ -204,8 +204,6 @@ def _options(rng: random.Random, name: str, pp: int) -> list[str]:
         flags.append(f"--pp-memory-cap {rng.choice(('0.9', '1', '1.5'))}")
     elif rng.random() < 0.06:
         flags.append(f"--pp-memory-cap {rng.choice(('256KiB', '1MiB', '4MiB'))}")
-    if name == "gis":
-        flags.append(f"--pp-group-size {rng.randint(-(-pp // 2), pp)}")
     if rng.random() < 0.4:
         costs = ",".join(rng.choice(("1", "1.3", "2", "0.7")) for _ in "FBW")
         flags.append(f"--pp-cost {costs}{rng.choice(('', ',0.05', ',0.5'))}")

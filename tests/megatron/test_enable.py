@@ -111,7 +111,7 @@ def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:
         ("bytes", "ConfigError: memory_cap 40GiB cannot be used here: bytes need the sizes"),
         ("vocab_parallel", "ConfigError: vocab_parallel cannot be used here: trainers load and"),
         ("offload", "ConfigError: offload must be one of off, half, full, auto, got 'some'"),
-        ("type", "ConfigError: group_size: invalid int value: 'two'"),
+        ("type", "ConfigError: profile_steps: invalid int value: 'two'"),
         ("drop_in_vee", "not support schedule v-half: it places stages as a V"),
         ("twice", "ConfigError: megatron_ext is applied already"),
         ("replaced", "is no longer Megatron's own"),

@@ -136,7 +136,6 @@ def test_a_schedule_of_batch_sizes_that_is_none() -> None:
         ("v-cap", {"memory_cap": "0.2"}, "takes a memory cap from 2"),
         ("v-cap", {"memory_cap": "much"}, "got 'much'"),
         ("v-half", {"memory_cap": "0.5"}, "takes no memory cap"),
-        ("v-half", {"group_size": 2}, "has no group size"),
         ("v-half", {"cost": "1,2"}, "F,B,W"),
         ("v-half", {"cost": "1,0,1"}, "must be > 0"),
     ],
@@ -312,7 +311,7 @@ class TestFile:
 def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([])
-    ours = ["schedule", "memory_cap", "group_size", "cost", "p2p", "trace"]
+    ours = ["schedule", "memory_cap", "cost", "p2p", "trace"]
     ours += ["cheap_recompute", "slices", "slice_weights", "profile_steps"]
     ours += ["slice_tokens", "microbatch_costs", "reorder_microbatches"]
     ours += ["vocab_parallel"]

@@ -57,8 +57,6 @@ def schedule_flags(name: str, pp: int) -> list[str]:
     if name in ("v-cap", "auto"):
         # Two ranks leave no choice between V-Min's memory and 1F1B's.
         flags += ["--pp-memory-cap", "0.9" if pp > 2 else "1"]
-    if name == "gis":
-        flags += ["--pp-group-size", str(pp // 2 + 1)]
     if name in _LOOPED:
         flags += ["--num-virtual-stages-per-pipeline-rank", "2"]
     return flags

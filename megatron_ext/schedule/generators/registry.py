@@ -134,7 +134,9 @@ GENERATORS: dict[str, Generator] = {
     "gis-h": Generator(
         _gis_h, "loop", 2, True, True, "gis with groups of p/2: half of interleaved's memory"
     ),
-    "gis": Generator(_gis, "loop", 2, True, True, "interleaved in groups of --pp-group-size", True),
+    "gis": Generator(
+        _gis, "loop", 2, True, True, "interleaved, W behind its B; 1F1B's memory", True
+    ),
     "po": Generator(
         _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload", fixed=True
     ),

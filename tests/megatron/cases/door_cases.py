@@ -52,11 +52,11 @@ def library() -> None:
     symbols = megatron_symbols()
     out["unknown"] = error_of(lambda: megatron_ext.apply({"pp_shedule": "v-half"}))
     out["same_after_refusal"] = megatron_symbols() == symbols
-    report = megatron_ext.apply({"pp_schedule": "v-half", "pp_group_size": 3, "pp_trace": None})
+    report = megatron_ext.apply({"pp_schedule": "v-half", "pp_profile_steps": 3, "pp_trace": None})
     out["report"], out["hooks"] = str(report), report.hooks
     out["version"] = report.megatron
     args = parse()
-    out["from_config"] = [args.pp_schedule, args.pp_group_size, args.pp_trace]
+    out["from_config"] = [args.pp_schedule, args.pp_profile_steps, args.pp_trace]
     out["command_line_wins"] = parse("--pp-schedule", "zb-h1").pp_schedule
     out["twice"] = error_of(megatron_ext.apply)
     out["again"] = megatron_ext.apply(exist_ok=True).hooks == report.hooks

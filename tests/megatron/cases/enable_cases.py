@@ -294,7 +294,7 @@ def refusals(case: dict[str, Any]) -> dict[str, Any]:
     out["bytes"] = error_of(lambda: enable("v-cap", memory_cap="40GiB"))
     out["vocab_parallel"] = error_of(lambda: enable("zb-h1", vocab_parallel=True))
     out["offload"] = error_of(lambda: enable("zb-h1", offload="some"))
-    out["type"] = error_of(lambda: enable("gis", group_size="two"))
+    out["type"] = error_of(lambda: enable("gis", profile_steps="two"))
     out["drop_in_vee"] = error_of(lambda: megatron_ext.forward_backward_func("v-half"))
 
     def twice() -> None:

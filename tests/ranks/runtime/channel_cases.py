@@ -110,7 +110,7 @@ def late_shapes(context: Context) -> Any:
     posted.touch()
     wait_until(lambda: receipts[1].shape[1].is_completed(), "no shape comes")
     first = receipts[0].wait()
-    under_way = "posted without wait" if receipts[1].works else "not posted"
+    under_way = "posted without wait" if receipts[1].work else "not posted"
     return [list(first.shape), list(receipts[1].wait().shape), under_way]
 
 
@@ -127,7 +127,7 @@ def pending(context: Context) -> list[str | None]:
         return [*found, pipe.pending()]
     wait_until(seen.exists, "the first rank sends nothing")
     receipt = pipe.receive(0, 0)
-    receipt.works[0].wait()
+    receipt.work.wait()
     arrived = pipe.pending()
     receipt.wait()
     never = pipe.receive(0, 1)

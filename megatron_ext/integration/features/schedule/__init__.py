@@ -19,7 +19,7 @@ def _compared(value: str, args: MegatronArgs) -> str:
     return value if value in (*NAMES, AUTO) else file_contents(value)
 
 
-_CAPPED, _GROUPED = (" and ".join(takers(f"takes_{o}")) for o in ("memory_cap", "group_size"))
+_CAPPED = " and ".join(takers("takes_memory_cap"))
 _FLAGS = (
     Flag(
         "--pp-schedule",
@@ -40,12 +40,6 @@ _FLAGS = (
         not_in_library="bytes need the sizes of the model and its optimizer before they are built; "
         "run `megatron-ext plan` for them and give the cap as a fraction of 1F1B's peak",
         not_in_library_as=("40GiB", lambda value, args: value.strip().endswith("B")),
-    ),
-    Flag(
-        "--pp-group-size",
-        f"group size of {_GROUPED}, from half the pipeline size to all of it",
-        "G",
-        int,
     ),
     Flag(
         "--pp-cost",

@@ -41,7 +41,7 @@ class ScheduleRequest:
     Attributes:
         name: a schedule's name, ``auto``, or the path of a schedule file.
         costs: as the user gives them, or None.
-        cap, group_size: as ``ScheduleSpec``.
+        cap: as ``ScheduleSpec``.
         cap_bytes: a cap in bytes; the model makes it a ``cap`` (``capped``).
         offload: what is offloaded, or None; a file that offloads has decided it.
         file: the loaded and checked schedule, if a file was given.
@@ -59,7 +59,6 @@ class ScheduleRequest:
     costs: Costs | None = None
     cap: Cap | None = None
     cap_bytes: int | None = None
-    group_size: int | None = None
     offload: OffloadRequest | None = None
     file: Schedule | None = None
     job: Job | None = None
@@ -77,7 +76,6 @@ class ScheduleRequest:
         text: str,
         cost: str | None = None,
         memory_cap: str | None = None,
-        group_size: int | None = None,
         offloading: OffloadRequest | None = None,
     ) -> ScheduleRequest:
         """The request of the flags' values.
@@ -87,7 +85,6 @@ class ScheduleRequest:
             cost: ``F,B,W[,HOP]`` to make the order for; None: the model's FLOPs.
             memory_cap: fraction of 1F1B's peak, or bytes a rank, for ``auto`` and schedules at any
                 cap; with offload, for all.
-            group_size: for schedules in groups.
             offloading: what is offloaded, or None.
 
         Raises:
@@ -106,7 +103,7 @@ class ScheduleRequest:
                 size = parse_bytes(memory_cap)
             elif memory_cap is not None:
                 cap = ShareCap(parse_cap(memory_cap))
-        return cls(text, costs, cap, size, group_size, offloading, file)
+        return cls(text, costs, cap, size, offloading, file)
 
     @property
     def vee(self) -> bool:
@@ -213,7 +210,6 @@ class ScheduleRequest:
             chunks,
             self.costs or Costs(),
             self.cap,
-            self.group_size,
             order=self.file,
         )
         return _with_costs(spec, self).sliced(self.cut)

@@ -25,7 +25,6 @@ def prepare(run: Run) -> None:
         args.pp_schedule,
         args.pp_cost,
         args.pp_memory_cap,
-        args.pp_group_size,
         OffloadRequest.of(args),
     )
 
