@@ -106,16 +106,15 @@ def whole(value: object, what: str, least: int = 0, most: int = 10**9) -> int:
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
-def real(value: object, what: str, most: float = 1e15, *, positive: bool = False) -> float:
-    """``value`` as a float from 0, or above 0, to ``most``.
+def real(value: object, what: str, most: float) -> float:
+    """``value`` as a float from 0 to ``most``.
 
     Raises:
         ValueError: it is no such number; the text names ``what``.
     """
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not 0 <= value <= most or (positive and value == 0):  # type: ignore[operator]
-        least = "> 0" if positive else ">= 0"
-        raise ValueError(f"{what} must be a number {least} and <= {most:g}, got {shown(value)}")
+    if not good or not 0 <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"{what} must be a number >= 0 and <= {most:g}, got {shown(value)}")
     return float(value)  # type: ignore[arg-type]
 
 

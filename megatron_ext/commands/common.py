@@ -145,7 +145,6 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         barriers=0 if args.vocabulary is None else args.vocabulary_barriers or 1,
         overlap=args.overlap,
         slices=slices,
-        joined=args.slice_weights == "joined",
         reorder=args.reorder_microbatches,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from fractions import Fraction
 
 from .._input import fraction, shown
@@ -23,24 +22,15 @@ def taking(option: str) -> str:
 GROUPED = taking("takes_group_size")
 
 
-def within(most: float | Fraction, text: str, example: str = "") -> Callable[[str], Fraction]:
-    """An argparse type: a number from 0 to ``most``, which ``text`` says."""
-
-    def kind(value: str) -> Fraction:
-        try:
-            number = fraction(value)
-        except ValueError:
-            number = Fraction(-1)
-        if not 0 <= number <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be a number from 0 to {text}{example}, got {shown(value)}"
-            )
-        return number
-
-    return kind
-
-
-_SHARE = within(1, "1")
+def _share(value: str) -> Fraction:
+    """An argparse type: a number from 0 to 1."""
+    try:
+        number = fraction(value)
+    except ValueError:
+        number = Fraction(-1)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {shown(value)}")
+    return number
 
 
 def seconds(value: str) -> float:
@@ -81,23 +71,16 @@ UNITS = Options(
         "as its number of the list; compare has a row for each number of the list",
         "--attention-share A": "share of core attention in the F of a whole microbatch, 0 "
         "(default) to 1: the later a slice, the more it attends to",
-        "--slice-cut": "slices that take equally long (default), or that are equally long in "
-        "tokens",
         "--slice-overhead C": "share of a whole microbatch's W that the W of every slice takes "
         "however short it is, as adding to the gradients does (default 0; measured on an H200 at "
         "hidden 4096: 0.17 of 8192 tokens, 0.05 of 32768)",
-        "--slice-weights": "a W for each slice (default), or one for all slices of a microbatch: "
-        "it pays --slice-overhead once, and its slices stay in memory until all have gone back",
         "--microbatch-cost W,W,...|FILE": "factors of the costs of each microbatch, and of its "
         "activations; a file has a line for each, with one factor or with those of F, B and W, "
         "or, after a line `tokens`, its length, whose attention costs its square",
         "--reorder-microbatches": "let the microbatches of --microbatch-cost run in another order "
         "where that is faster: short ones at both ends, or first",
     },
-    kinds={
-        **{"--attention-share": _SHARE, "--slice-overhead": _SHARE},
-        **{"--slice-cut": ("balanced", "even"), "--slice-weights": ("each", "joined")},
-    },
+    kinds={"--attention-share": _share, "--slice-overhead": _share},
     needs={"--reorder-microbatches": "--microbatch-cost"},
 )
 _COSTS = Options(

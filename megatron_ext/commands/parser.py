@@ -92,9 +92,9 @@ class Parser(argparse.ArgumentParser):
         # ``--cost -1,1,1`` is a value too, which its type then refuses for what it is.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
-    def declare(self, title: str, *tables: Options, about: str | None = None) -> None:
+    def declare(self, title: str, *tables: Options) -> None:
         """Add a group of options."""
-        group = self.add_argument_group(title, about)
+        group = self.add_argument_group(title)
         for table in tables:
             table.declare(self, group)
 

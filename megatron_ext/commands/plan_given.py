@@ -124,7 +124,7 @@ _OURS = tuple(
     for name in (
         *("schedule", "memory_cap", "offload", "offload_chunks", "offload_time"),
         *("cheap_recompute", "vocab_parallel", "cost"),
-        *("profile", "slices", "slice_tokens", "slice_cut", "slice_weights"),
+        *("profile", "slices", "slice_tokens", "slice_weights"),
     )
 )
 _OF_TENSOR = ("sequence_parallel", "tp_comm_overlap")  # need tensor-parallel ranks

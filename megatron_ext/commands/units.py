@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .._input import fraction, read_text, reason, shown
 from ..schedule.units import check_slices, shares_of, times
 
-_CUTS = ("attention_share", "slice_cut", "slice_overhead", "slice_weights")
+_CUTS = ("attention_share", "slice_overhead")
 _UNITS = ("slices", *_CUTS, "microbatch_cost")
 Factors = tuple[tuple[Fraction, Fraction, Fraction], ...]
 
@@ -60,10 +60,8 @@ def units_asked(args: argparse.Namespace, microbatches: int, cut: tuple[int, ...
                 f"--microbatch-cost has {len(factors)} microbatches, but there are {microbatches}; "
                 "give one factor each"
             )
-    counts, even = slices or (1,) * microbatches, args.slice_cut == "even"
-    if args.slice_weights == "joined":
-        overhead = Fraction(0)
-    return Units(slices, shares_of(counts, attention, even, factors, overhead))
+    counts = slices or (1,) * microbatches
+    return Units(slices, shares_of(counts, attention, factors, overhead))
 
 
 def _slices(text: str, microbatches: int) -> tuple[int, ...]:

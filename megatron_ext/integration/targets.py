@@ -224,7 +224,6 @@ LOAD_BASE = Target.at(
     f"{_TRAINING}.checkpointing:_load_base_checkpoint",
     *("load_dir", "args", "rank0", "sharded_state_dict"),
 )
-SAVE = Target.at(f"{_TRAINING}.checkpointing:save_checkpoint", "iteration", "model", "optimizer")
 BATCH = Target(
     tuple(f"{m}.utils:get_batch_on_this_tp_rank" for m in (_CORE, _TRAINING)),
     ("mtp_on_this_rank",),

@@ -74,7 +74,7 @@ def shares_of_loads(
                     *_shares(tokens * (y - x), pairs * (y * y - x * x), of_whole, SHARE),
                     max(Fraction(1, SHARE), _up(held * y, SHARE) - _up(held * x, SHARE)),
                 )
-                for x, y in pairwise(ends_of(counts[number], own, even=False))
+                for x, y in pairwise(ends_of(counts[number], own))
             )
         )
     return tuple(found)

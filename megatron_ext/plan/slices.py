@@ -61,7 +61,7 @@ def sliced(spec: ScheduleSpec, job: Job, number: int) -> ScheduleSpec:
     """``spec`` with every microbatch in so many slices that take equally long."""
     counts = (number,) * spec.microbatches
     share, more = attention_share(job.seq_length, job.hidden_size), overhead(job.tokens)
-    shares = shares_of(counts, share, False, None, more)
+    shares = shares_of(counts, share, None, more)
     return replace(spec, slices=counts, costs=spec.costs.with_units(shares or ()))
 
 

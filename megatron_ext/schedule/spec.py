@@ -35,8 +35,8 @@ class Cut(NamedTuple):
     joined: bool = False
 
     @classmethod
-    def of(cls, tokens: int, slices: int, attention: Fraction, multiple: int, even: bool) -> Cut:
-        """Slices that take equally long, or equal ones, of a multiple of tokens.
+    def of(cls, tokens: int, slices: int, attention: Fraction, multiple: int) -> Cut:
+        """Slices whose F's take equally long, of multiples of ``multiple`` tokens.
 
         Raises:
             ValueError: there are not as many multiples.
@@ -47,7 +47,7 @@ class Cut(NamedTuple):
                 f"{multiple}"
             )
         blocks, ends = tokens // multiple, list[int]()
-        for number, end in enumerate(ends_of(slices, attention, even=even)[1:], start=1):
+        for number, end in enumerate(ends_of(slices, attention)[1:], start=1):
             least = ends[-1] + 1 if ends else 1
             ends.append(min(max(least, round(end * blocks)), blocks - (slices - number)))
         ends[-1] = blocks

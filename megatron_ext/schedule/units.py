@@ -159,18 +159,17 @@ def slice_costs(
     slices: int,
     attention: Fraction | int = 0,
     *,
-    even: bool = False,
     length: Fraction | int = 1,
 ) -> list[UnitCosts]:
-    """Costs of a microbatch's slices under causal attention, as integer shares of ``SHARE``.
+    """Costs of a microbatch's slices, whose F's take equally long under causal attention, as
+    integer shares of ``SHARE``.
 
     Args:
         slices: 1 or more.
         attention: a, the share of core attention in F, from 0 to 1.
-        even: cut into equal lengths; else F's take equally long.
         length: of this microbatch; 1 is that whose F takes ``SHARE``.
     """
-    a, ends = Fraction(attention), ends_of(slices, attention, even=even, length=length)
+    a, ends = Fraction(attention), ends_of(slices, attention, length=length)
     return [
         UnitCosts(*(max(1, round(x * SHARE)) for x in (f, (1 + a) * b, (1 - a) * size, size)))
         for f, b, size in times_of(ends, a)
@@ -181,12 +180,11 @@ def ends_of(
     slices: int,
     attention: Fraction | int,
     *,
-    even: bool = False,
     length: Fraction | int = 1,
 ) -> list[Fraction]:
     """Where ``slice_costs`` cuts a microbatch, from 0 to ``length``."""
     a, length = Fraction(attention), Fraction(length)
-    if even or not a:
+    if not a:
         return [length * k / slices for k in range(slices + 1)]
     whole = (1 - a) * length + a * length * length
     return [_cut(whole * k / slices, a) for k in range(slices + 1)]
@@ -219,8 +217,7 @@ def times(
 def shares_of(
     slices: Sequence[int],
     attention: Fraction,
-    even: bool,
-    factors: Sequence[Sequence[Fraction]] | None,
+    factors: Sequence[Sequence[Fraction]] | None = None,
     overhead: Fraction = Fraction(0),
 ) -> tuple[tuple[Fraction, ...], ...] | None:
     """Of every unit, what it takes of a whole microbatch's F, B, W and set; None: equal slices.
@@ -228,7 +225,6 @@ def shares_of(
     Args:
         slices: of every microbatch.
         attention: the share of core attention in a whole F.
-        even: as ``slice_costs``.
         factors: of each microbatch F, B and W; its set is as large as its W is long, since both
             grow with its tokens alone. None: 1.
         overhead: of a whole W, what the W of every slice takes however short it is.
@@ -237,7 +233,7 @@ def shares_of(
         return None
     rows = []
     for j, count in enumerate(slices):
-        costs = [one[:4] for one in slice_costs(count, attention, even=even)]
+        costs = [one[:4] for one in slice_costs(count, attention)]
         f, b, w = (Fraction(1),) * 3 if factors is None else factors[j]
         sums = [sum(column) for column in zip(*costs)]
         for one in costs:

@@ -106,9 +106,9 @@ class Request:
         """
         return Search(self.tasks, self._caps(cap), enough)
 
-    def listed(self, base: Rows, cap: int | Sequence[int], gap: Fraction = Fraction(1)) -> Found:
+    def listed(self, base: Rows, cap: int | Sequence[int]) -> Found:
         """The list schedule of a base that fits the cap."""
-        return self.found(list_schedule(self.tasks, base, self._caps(cap), gap=gap))
+        return self.found(list_schedule(self.tasks, base, self._caps(cap), gap=Fraction(1)))
 
     def found(self, rows: Rows) -> Found:
         """An order with its time, in the unit of the table."""

@@ -9,7 +9,7 @@ every chunk, each of the size of a slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -101,7 +101,6 @@ def planned(
     tasks: Tasks,
     caps: Sequence[int],
     work: int,
-    known: Iterable[Rows] = (),
 ) -> Rows:
     """The fastest order found for units of any lengths, on the V placement.
 
@@ -109,12 +108,11 @@ def planned(
         tasks: durations are multiples of ``search.FINE``.
         caps: of every rank, in the unit of the units' sizes.
         work: as ``searched``; 0 is fast enough to plan every step of a training.
-        known: further orders; without a search one that does not fit still says what comes first.
 
     Raises:
         ValueError: a rank cannot hold one microbatch.
     """
-    stamps = [*known, *vees(tasks)]
+    stamps = vees(tasks)
     fit = [rows for rows in stamps if tasks.fits(rows, caps)]
     single = one_by_one(tasks)
     bases = list(fit) or [single]
@@ -127,9 +125,7 @@ def planned(
     return searched(tasks, caps, bases, work)
 
 
-def searched(
-    tasks: Tasks, caps: Sequence[int], bases: Sequence[Rows], work: int, *, span: bool = False
-) -> Rows:
+def searched(tasks: Tasks, caps: Sequence[int], bases: Sequence[Rows], work: int) -> Rows:
     """The fastest order found under ``caps`` by placing ``work`` tasks, about; 0: only the list
     schedules of ``bases``."""
     search = Search(tasks, caps)

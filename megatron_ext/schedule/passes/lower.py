@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from ..actions import Action, AnyAction
 from ..costs import Costs
@@ -13,7 +12,7 @@ from ..simulate import simulate
 from ..vocabulary import VocabularyOp
 
 
-def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+def lower(schedule: Schedule) -> Schedule:
     """Insert SEND and RECV actions into every rank's list, deadlock-free by construction.
 
     The passes of all ranks are put in one total order by simulated end, and each transfer stands
@@ -36,18 +35,17 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     Args:
         schedule: compute and offload actions are kept in their order; everything else is dropped,
-            and transfers between ranks made again.
-        costs: used to predict which pass is running when data arrives; default ``schedule.costs``.
+            and transfers between ranks made again. Its costs predict which pass is running when
+            data arrives.
 
     Returns:
-        The schedule with transfers; its ``costs`` are the given ones.
+        The schedule with transfers.
 
     Raises:
         ScheduleError: the order of the passes cannot progress.
     """
-    costs = schedule.costs if costs is None else costs
     waiting = _collectives(schedule)
-    run = simulate(schedule, _predicted(schedule, costs))
+    run = simulate(schedule, _predicted(schedule))
     rank_of = [schedule.placement.rank_of(s) for s in range(schedule.placement.num_stages)]
     start = {
         result: begin
@@ -71,13 +69,12 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
                 for each, own in zip(out, schedule.placement.stages):
                     each.append(collective._replace(stage=own[0]))
             mine += behind.get(action, ())
-    return replace(schedule.with_ranks(out), costs=costs)
+    return schedule.with_ranks(out)
 
 
-def _predicted(schedule: Schedule, costs: Costs) -> Costs:
+def _predicted(schedule: Schedule) -> Costs:
     """Costs with which ``schedule`` is lowered; with them every pass takes time."""
-    if schedule.is_forward_only:
-        costs = Costs()
+    costs = Costs() if schedule.is_forward_only else schedule.costs
     if schedule.barriers and costs.vocabulary is None:
         costs = costs.with_vocabulary([costs.forward / 4] * 4)
     return costs

@@ -159,7 +159,7 @@ def test_random_requests_are_valid_and_fit() -> None:
         cap = rng.randint(low, high)
         costs = Costs.of(*(Fraction(rng.randint(5, 20), 10) for _ in range(3)), hop="0.1")
         schedule = generate("v-cap", pp, m, costs=costs, memory_cap=cap)
-        report = check(lower(schedule, costs))
+        report = check(lower(schedule))
         assert max(report.peak_sets) <= cap
         work = costs.forward + costs.backward_input + costs.backward_weight
         # The last rank: the way there, and all its work.

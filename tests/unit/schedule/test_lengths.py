@@ -95,9 +95,8 @@ def test_planning_saves_idle_time() -> None:
     hill = [lengths[k] for k in arranged(lengths)]
     for these, slice_length in ((lengths, None), (hill, None), (hill, 1024)):
         tasks = table(these, slice_length)
-        bases = [known] if slice_length is None else []
-        rows = planned(tasks, caps, 0, bases)
-        assert rows == planned(table(these, slice_length), caps, 0, bases)
+        rows = planned(tasks, caps, 0)
+        assert rows == planned(table(these, slice_length), caps, 0)
         assert replay(tasks, rows) and max(tasks.peaks(rows)) <= caps[0]
         assert sorted(task for row in rows for task in row) == list(range(len(tasks.rank)))
         found.append(idle(tasks, rows))

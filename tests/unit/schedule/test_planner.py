@@ -94,7 +94,7 @@ def test_steps_keep_the_cap_that_auto_chose_by() -> None:
     """Slices of other numbers, and fewer equal ones, in whose orders more sets are resident."""
     for growth, pp, m, tokens, cap in ((1, 4, 10, 0, "1/2"), ("3/2", 3, 12, 64, "3/5")):
         asked = ShareCap(Fraction(cap), Fraction(growth))
-        cut = Cut.of(tokens, 4, Fraction(0), 1, True) if tokens else None
+        cut = Cut.of(tokens, 4, Fraction(0), 1) if tokens else None
         spec = ScheduleSpec("auto", pp, m, cap=asked, effort=0.02).sliced(cut)
         planner = Planner(select(spec).spec, asked, cut=cut, chosen=True)
         assert planner.spec.cap is None, "the name alone keeps it, at m equal microbatches"

@@ -54,7 +54,7 @@ class Wanted:
         """
         attention = attention_share(tokens, config.hidden_size) * (not self.packed)
         try:
-            cut = Cut.of(tokens, self.count, attention, _multiple(config), even=False)
+            cut = Cut.of(tokens, self.count, attention, _multiple(config))
         except ValueError as error:
             raise ConfigError(f"{FLAG} {self.count}: {error}; give fewer slices") from None
         return cut._replace(joined=self.joined)
@@ -70,7 +70,7 @@ class Wanted:
             config: as of ``cut``.
         """
         tokens = self.count * _multiple(config)
-        cut = Cut.of(tokens, self.count, Fraction(0), _multiple(config), even=True)
+        cut = Cut.of(tokens, self.count, Fraction(0), _multiple(config))
         return cut._replace(joined=self.joined)
 
 
