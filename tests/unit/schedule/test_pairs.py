@@ -178,6 +178,14 @@ class TestOrders:
         made = paired("interleaved", pp, m, EXCHANGE, chunks)
         assert made.ranks == stock.ranks
 
+    @pytest.mark.parametrize("exchange", [Fraction(1, 4), Fraction(1, 2), Fraction(1)])
+    def test_auto_is_as_fast_as_stocks_in_its_memory(self, exchange: Fraction) -> None:
+        costs = Costs.of(1 + exchange, 1 + exchange, 1).with_exchange([(exchange, exchange)])
+        stock = simulate(paired("interleaved", 4, 8, costs, 2))
+        cap = ShareCap(max(stock.peak_activation) / 4)
+        spec = ScheduleSpec(AUTO, 4, 8, costs=costs, overlap=True, cap=cap)
+        assert select(spec).time <= stock.makespan
+
     def test_costs_times_three_give_the_same(self) -> None:
         one = paired("v-zb", 3, 8, HOPS)
         three = Costs.of("4.5", 6, "2.25", "0.6").with_exchange([("2.25", 3)])
