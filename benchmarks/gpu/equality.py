@@ -36,15 +36,21 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
     result: dict[str, Any] = {"rows": []}
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     for world in (2,) if tiny else (2, 4):
+        before = list(result["rows"])
         with tempfile.TemporaryDirectory() as folder:
-            rows, failed = Path(folder) / "rows", []
+            rows = Path(folder) / "rows"
             rows.touch()
-            try:  # the first process that fails ends the others
-                spawn(rank_main, (world, tiny, folder), nprocs=world)
-            except Exception as error:
-                failed = [{"ranks": world, "failed": str(error).strip().splitlines()[-1]}]
-            result["rows"] += [*map(json.loads, rows.read_text().splitlines()), *failed]
-        keep(result)
+            ranks, ended = spawn(rank_main, (world, tiny, folder), world, join=False), False
+            while not ended:
+                failed = []
+                try:  # the first process that fails ends the others
+                    ended = ranks.join(1)
+                except Exception as error:
+                    why = str(error).strip().splitlines()[-1]
+                    ended, failed = True, [{"ranks": world, "failed": why}]
+                made = map(json.loads, rows.read_text().splitlines())
+                result["rows"] = [*before, *made, *failed]
+                keep(result)
     return result
 
 

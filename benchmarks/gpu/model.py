@@ -355,36 +355,21 @@ def start(rank: int = 0, world: int = 1, store: str = "", backend: str = "gloo")
     dist.init_process_group(backend, store=shared, rank=rank, world_size=world)
     if CUDA:
         torch.cuda.set_device(DEVICE)
+        threading.Thread(target=_sample, daemon=True).start()
     parallel_state.initialize_model_parallel(1, world, create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     return parallel_state.get_pipeline_model_parallel_group()
 
 
-class Clocks:
-    """SM clock and power of the device, sampled beside what runs; nothing without nvidia-ml-py."""
+_SAMPLES: list[tuple[float, float, float]] = []  # (time, MHz, W), beside what runs
 
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, float, float]] = []  # (time, MHz, mW)
-        self._ended = threading.Event()
-        if CUDA:
-            threading.Thread(target=self._sample, daemon=True).start()
 
-    def _sample(self) -> None:
-        with contextlib.suppress(Exception):
-            while not self._ended.wait(0.2):
-                read = torch.cuda.clock_rate(), torch.cuda.power_draw()
-                self._samples.append((time.perf_counter(), *read))
-
-    def between(self, spans: Sequence[tuple[float, float]]) -> dict[str, float]:
-        """Medians inside of ``spans``."""
-        inside = [s for s in self._samples if any(a <= s[0] <= b for a, b in spans)]
-        names = {"mhz": (1, 1), "watts": (2, 1e-3)} if inside else {}
-        return {name: statistics.median(s[i] for s in inside) * by
-                for name, (i, by) in names.items()}  # fmt: skip
-
-    def close(self) -> None:
-        """No more samples."""
-        self._ended.set()
+def _sample() -> None:
+    with contextlib.suppress(Exception):  # without nvidia-ml-py there are none
+        while True:
+            read = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3
+            _SAMPLES.append((time.perf_counter(), *read))
+            time.sleep(0.2)
 
 
 def warm(seconds: float) -> None:
@@ -398,18 +383,20 @@ def warm(seconds: float) -> None:
 
 
 def alternate(
-    ways: Mapping[Any, Callable[[], Any]], rounds: int, clocks: Clocks | None = None
-) -> dict[Any, dict[str, Any]]:
-    """All ways in every round: by way ``{"values": [...], "mhz": ..., "w": ...}``."""
-    values: dict[Any, list[Any]] = {name: [] for name in ways}
-    spans: dict[Any, list[tuple[float, float]]] = {name: [] for name in ways}
+    ways: Mapping[Any, Callable[[], Any]], rounds: int
+) -> dict[Any, tuple[list[Any], dict[str, float]]]:
+    """All ways in every round: by way what it returned, and medians of SM clock and power."""
+    found: dict[Any, Any] = {name: ([], {}) for name in ways}
+    inside: dict[Any, list[Any]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            began = time.perf_counter()
-            values[name].append(way())
-            spans[name].append((began, time.perf_counter()))
-    read = {name: clocks.between(spans[name]) if clocks else {} for name in ways}
-    return {name: {"values": values[name], **read[name]} for name in ways}
+            before = len(_SAMPLES)
+            found[name][0].append(way())
+            inside[name] += _SAMPLES[before:]
+    for name, samples in inside.items():
+        for i, key in ((1, "mhz"), (2, "watts")) if samples else ():
+            found[name][1][key] = round(statistics.median(s[i] for s in samples))
+    return found
 
 
 def spread(values: Iterable[float], digits: int = 4) -> list[float]:
@@ -439,6 +426,8 @@ def main(run: Callable[[bool, Keep], dict[str, Any]]) -> None:
     parser.add_argument("--into", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if not (CUDA or args.tiny):
+        sys.exit("there is no CUDA device; --tiny runs without, for no figure")
     gpu = torch.cuda.get_device_properties(0) if CUDA else None
     about = {
         "gpu": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" if gpu else None,

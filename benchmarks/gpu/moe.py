@@ -240,11 +240,11 @@ def rows_of(shape: Shape, tiny: bool, te: bool = False) -> list[dict[str, Any]]:
         ways = {name: functools.partial(once, layer, ours[name], name, x) for name in WAYS}
         gpu.alternate(ways, 2)
         peaks = {name: _peak(way, ours[name]) for name, way in ways.items()}
-        for name, found in gpu.alternate(ways, 2 if tiny else gpu.ROUNDS).items():
-            ms = gpu.spread(found["values"], 3)
+        for name, (times, clock) in gpu.alternate(ways, 2 if tiny else gpu.ROUNDS).items():
+            ms = gpu.spread(times, 3)
             speed = round(rows[0]["ms"][0] / ms[0], 3) if rows else 1.0
             rows.append({"layer": shape.name, "way": name, "ms": ms, "speed": speed,
-                         "peak_bytes": peaks[name]})  # fmt: skip
+                         "peak_bytes": peaks[name], **clock})  # fmt: skip
             print(rows[-1], flush=True)
         for one in ours.values():
             one.close()

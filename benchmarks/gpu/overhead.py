@@ -31,8 +31,8 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
         gpu.alternate(ways, 2)
         count = len(rank.plan.ranks[0])
         row: dict[str, Any] = {"schedule": name, "actions": count}
-        for way, found in gpu.alternate(ways, 3 if tiny else 15).items():
-            row[f"{way}_us"] = gpu.spread((1e6 * t / count for t in found["values"]), 1)
+        for way, (times, _) in gpu.alternate(ways, 3 if tiny else 15).items():
+            row[f"{way}_us"] = gpu.spread((1e6 * t / count for t in times), 1)
         result["rows"].append(row)
         print(row, flush=True)
         keep(result)

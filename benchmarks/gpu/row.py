@@ -40,7 +40,6 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
     """Rows by size and schedule; what one cannot do is a row that says so."""
     group, rates = gpu.start(), rates_of(tiny)
     result: dict[str, Any] = {"gb_per_s": {k: v / 1e9 for k, v in vars(rates).items()}, "rows": []}
-    clocks = gpu.Clocks()
     gpu.warm(0 if tiny else gpu.WARM_SECONDS)
 
     def save(row: dict[str, Any]) -> None:
@@ -48,7 +47,7 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
         keep(result)
 
     for size, names, offloads in TINY if tiny else CASES:
-        rows = _Rows(size, group, clocks, 2 if tiny else gpu.ROUNDS, save)
+        rows = _Rows(size, group, 2 if tiny else gpu.ROUNDS, save)
         rows.whole(names)
         for which in offloads:
             row = {"size": str(size), "schedule": f"po, offload {which}"}
@@ -56,16 +55,14 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
                 save(row)
         del rows
         gpu.release()
-    clocks.close()
     return result
 
 
 class _Rows:
     """All rows of one size, whose ranks share their layers."""
 
-    def __init__(self, size: gpu.Size, group: Any, clocks: Any, rounds: int, save: Any) -> None:
-        self._size, self._group, self._rounds = size, group, rounds
-        self._clocks, self._save = clocks, save
+    def __init__(self, size: gpu.Size, group: Any, rounds: int, save: Any) -> None:
+        self._size, self._group, self._rounds, self._save = size, group, rounds, save
         self._layers = gpu.layers_of(size, range(size.layers))
         self._bytes = set_bytes(gpu.Chunk(gpu.config(size), self._layers), size)
         self._base, self._po = 0.0, dict[Any, float]()
@@ -107,8 +104,8 @@ class _Rows:
         for key, rank in ranks.items():
             rank.channel.arrivals = arrivals(simulated(rank.plan, passes[key]), rank.rank)
         ways = {key: lambda rank=rank: _timed(rank) for key, rank in ranks.items()}
-        for key, found in gpu.alternate(ways, self._rounds, self._clocks).items():
-            rank, every = ranks[key], found.pop("values")
+        for key, (every, clock) in gpu.alternate(ways, self._rounds).items():
+            rank = ranks[key]
             rounds = [one["passes"] for one in every]
             own = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
             run = simulated(rank.plan, passes[key] if rank.plan.has_offload else own)
@@ -126,7 +123,7 @@ class _Rows:
                 "sets": rank.recorder.peak_sets, "planned_sets": planned,
                 "moved_sets": sum(a.op is Op.OFFLOAD for a in rank.plan.ranks[rank.rank]),
                 "planned_bytes": self._bytes / chunks * planned,
-                "peak_bytes": max(one["peak"] for one in every), **found,
+                "peak_bytes": max(one["peak"] for one in every), **clock,
             }  # fmt: skip
             print(row, flush=True)
             self._save(row)

@@ -55,17 +55,15 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
     gpu.start()
     gpu.warm(0 if tiny else gpu.WARM_SECONDS)
     result: dict[str, Any] = {"rows": []}
-    clocks = gpu.Clocks()
     for tokens, counts in (TINY if tiny else TOTALS).items():
         size = gpu.Size(64 if tiny else HIDDEN, tokens)
-        result["rows"] += _rows(size, counts, 2 if tiny else gpu.ROUNDS, clocks)
+        result["rows"] += _rows(size, counts, 2 if tiny else gpu.ROUNDS)
         keep(result)
         gpu.release()
-    clocks.close()
     return result
 
 
-def _rows(size: gpu.Size, counts: Sequence[int], rounds: int, clocks: gpu.Clocks) -> Any:
+def _rows(size: gpu.Size, counts: Sequence[int], rounds: int) -> Any:
     """Rows of one number of tokens."""
     (layer,), rows = gpu.layers_of(size, [0]), list[dict[str, Any]]()
     slices = {"whole": (1, False)} | {f"{n} slices": (n, False) for n in counts}
@@ -75,8 +73,7 @@ def _rows(size: gpu.Size, counts: Sequence[int], rounds: int, clocks: gpu.Clocks
     for name, way in ways.items():
         way()
         gradients[name] = [p.main_grad.clone() for p in layer.parameters()]
-    for name, found in gpu.alternate(ways, rounds, clocks).items():
-        every = found.pop("values")
+    for name, (every, clock) in gpu.alternate(ways, rounds).items():
         pairs = zip(gradients[name], gradients["whole"], strict=True)
         ms = gpu.spread((sum(map(sum, one.values())) for one in every), 3)
         rows.append({
@@ -84,7 +81,7 @@ def _rows(size: gpu.Size, counts: Sequence[int], rounds: int, clocks: gpu.Clocks
             "passes": {op: [gpu.spread(t)[0] for t in zip(*(one[op] for one in every))]
                        for op in "FBW"},
             "over_whole": round(ms[0] / rows[0]["ms"][0], 3) if rows else 1.0,
-            "difference": max(float((a - b).norm() / b.norm()) for a, b in pairs), **found,
+            "difference": max(float((a - b).norm() / b.norm()) for a, b in pairs), **clock,
         })  # fmt: skip
         print(rows[-1], flush=True)
     speeds(rows, list(slices.values()))

@@ -107,8 +107,8 @@ def _layer(size: gpu.Size, ffn: int, precision: str) -> dict[str, Any]:
         way()
         gradients.append([p.main_grad.clone() for p in layer.parameters()])
     row: dict[str, Any] = {}
-    for name, found in gpu.alternate(ways, gpu.ROUNDS).items():
-        every = found["values"]
+    for name, (every, clock) in gpu.alternate(ways, gpu.ROUNDS).items():
+        row |= clock
         row |= {f"{name}_{op}": gpu.spread((one[op] for one in every), 3) for op in every[0]}
     pairs = [*zip(*gradients, strict=True)]
     row["difference"] = max(float((b - a).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs)
@@ -137,10 +137,10 @@ def _attention(size: gpu.Size) -> list[dict[str, Any]]:
 
     ways, rows = {n: partial(once, n) for n in (1, *SLICES)}, list[dict[str, Any]]()
     gpu.alternate(ways, 2)
-    for count, found in gpu.alternate(ways, gpu.ROUNDS).items():
-        ms = gpu.spread(found["values"], 3)
+    for count, (times, clock) in gpu.alternate(ways, gpu.ROUNDS).items():
+        ms = gpu.spread(times, 3)
         over = round(ms[0] / rows[0]["ms"][0], 3) if rows else 1.0
-        rows.append({"size": str(size), "slices": count, "ms": ms, "over_whole": over})
+        rows.append({"size": str(size), "slices": count, "ms": ms, "over_whole": over, **clock})
         print(rows[-1], flush=True)
     return rows
 

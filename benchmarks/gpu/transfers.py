@@ -66,14 +66,14 @@ def run(tiny: bool, keep: gpu.Keep) -> dict[str, Any]:
     gpu.warm(0 if tiny else 3)
     ways = {name: lambda d=directions: once(d) for name, directions in CASES.items()}
     gpu.alternate(ways, 1)
-    for name, found in gpu.alternate(ways, 2 if tiny else gpu.ROUNDS).items():
-        products, copies = zip(*found["values"], strict=True)
+    for name, (times, clock) in gpu.alternate(ways, 2 if tiny else gpu.ROUNDS).items():
+        products, copies = zip(*times, strict=True)
         seconds = gpu.spread(products, 6)
         result["rows"].append({
             "case": name, "ms": [1e3 * s for s in seconds],
             "tflops": round(2 * width**3 * count / seconds[0] / 1e12, 1),
             "gb_per_s_each_way": round(COPIES * nbytes / gpu.spread(copies)[0] / 1e9, 1)
-            if CASES[name] else None,
+            if CASES[name] else None, **clock,
         })  # fmt: skip
     device.close()
     arena.close()
