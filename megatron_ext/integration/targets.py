@@ -217,6 +217,7 @@ BUILDERS = Target.at(
     f"{_TRAINING}.models.dist_utils:unimodal_build_distributed_models",
     *("build_model_func", "pre_wrap_hook"),
 )
+TRAIN = Target.at(f"{_TRAINING}.training:train", "forward_step_func", "model")
 TRAIN_STEP = Target.at(f"{_TRAINING}.training:train_step", "forward_step_func", "optimizer")
 TRAINING_LOG = Target.at(f"{_TRAINING}.training:training_log", "iteration", "is_first_iteration")
 PRINT_LAST = Target.at(f"{_TRAINING}.utils:print_rank_last", "message")

@@ -11,7 +11,7 @@ from .feature import Run
 from .features.schedule.choose import ScheduleRequest
 from .support import Arguments
 
-_OFF = (None, False, 0, "", "off", "none", "equal", "each", [], ())
+_OFF: tuple[Any, ...] = (None, False, 0, "", "off", "none", "equal", "each", [], ())
 
 
 def _used(name: str) -> Callable[[Arguments], bool]:

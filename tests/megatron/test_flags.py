@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.schedule.validate import fails_late
 from megatron_ext.integration.flags import GROUP, add_arguments, defaults, parsed, wanted
 from megatron_ext.integration.utils import full_batch
 from megatron_ext.schedule import Costs, Schedule, generate, simulate
@@ -334,3 +335,16 @@ def test_flags_that_are_gone() -> None:
     for options in ({"effort": 1}, {"moe_memory_budget": "1GiB"}, {"slices": "auto"}):
         with said:
             parsed(options)
+
+
+def test_what_would_fail_late_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    save(generate("1f1b", 4, 8), path)
+    file, vee = ScheduleRequest.of(str(path)), ScheduleRequest.of("v-half")
+    with pytest.raises(ConfigError, match="name a schedule instead of a file"):
+        fails_late(arguments(rampup_batch_size=[4, 4, 32]), file, 1)
+    several = arguments(multiple_validation_sets=True)
+    assert fails_late(several, file, 1) == []
+    with pytest.raises(ConfigError, match="data of 2 model chunks; use a schedule with one"):
+        fails_late(several, vee, 2)
+    assert len(fails_late(arguments(inprocess_restart=True, perform_rl_step=True), vee, 2)) == 2

@@ -14,9 +14,10 @@ from typing import Any
 from ..arguments import MegatronArgs
 from ..callbacks import Callback
 from ..feature import Feature, Run
-from ..hooks import hooked
+from ..hooks import bound, hooked
 from ..support import BY_RANK, require
-from ..targets import LOAD_BASE, RESHARDABLE_STATE
+from ..targets import LOAD_BASE, RESHARDABLE_STATE, TRAIN
+from ..utils import chunks_of, unwrapped
 
 
 def choose_formats(args: MegatronArgs) -> str | None:
@@ -64,8 +65,19 @@ class Checkpoint(Feature):
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.training:
             return ()
-        self._vee = run.request.vee
+        self._vee, self._saves = run.request.vee, bool(run.args.save)
         return (self,)
+
+    @hooked(
+        TRAIN,
+        "a state that cannot be saved would end the run at its first checkpoint",
+        when=lambda self: self._saves,
+    )
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Describe the model as a checkpoint would, once, before its first step."""
+        for model in chunks_of(bound(original, *args, **kwargs).arguments["model"]):
+            unwrapped(model).sharded_state_dict()
+        return original(*args, **kwargs)
 
     @hooked(
         LOAD_BASE,

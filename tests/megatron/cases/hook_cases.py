@@ -45,9 +45,6 @@ TARGETS = (
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
     "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
     "megatron.core.tensor_parallel.mappings:_ReduceScatterToSequenceParallelRegion",
-    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-    "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
-    "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
 )
 
 

@@ -69,10 +69,11 @@ class Schedule(Feature):
 
     def check_derived(self, run: Run) -> None:
         if run.request is not None:
-            from .validate import after_megatron
+            from .validate import after_megatron, fails_late
 
             run.request = run.schedule = after_megatron(run.args, run.request)
             run.chunks = run.schedule.placement.chunks
+            run.notices += fails_late(run.args, run.request, run.chunks)
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.pipeline is None or run.request is None:

@@ -15,7 +15,7 @@ from ...model_classes import (
     builds_other_models,
     script_provider,
 )
-from ...support import VEE, denied
+from ...support import VEE, Arguments, denied
 from ...utils import full_batch, most_microbatches
 from .choose import ScheduleRequest
 from .described import described
@@ -188,6 +188,11 @@ def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, .
         layers = args.num_layers or 0
         uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
         one = provider is not None and not builds_chunks(provider)
+        asked_args = Arguments(args)
+        # Megatron gives their data, or builds their layers, for one chunk a rank.
+        one = one or bool(
+            asked_args.multiple_validation_sets or asked_args.heterogeneous_layers_config_path
+        )
         if uneven or one or hybrid or not layers or layers % (2 * pp):
             chunks, vee = 1, False
     return suiting(chunks, vee, equal=args.pp_microbatch_costs in (None, "equal"))
@@ -221,6 +226,33 @@ def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> ScheduleRequ
         _require_chunks(request, chunks)
     pp = args.pipeline_model_parallel_size
     return request.resolve(pp, chunks, most_microbatches(args))
+
+
+def fails_late(args: MegatronArgs, request: ScheduleRequest, chunks: int) -> list[str]:
+    """Lines for the log on what would end the run hours later.
+
+    Raises:
+        ConfigError: it is known to end it.
+    """
+    asked = Arguments(args)
+    if chunks > 1 and asked.multiple_validation_sets:
+        raise ConfigError(
+            "--multiple-validation-sets gives data of several sets where evaluation needs data of "
+            f"{chunks} model chunks; use a schedule with one chunk a rank, e.g. zb-h1"
+        )
+    if request.file is not None and (asked.rampup_batch_size or asked.step_batch_size_schedule):
+        raise ConfigError(
+            f"--pp-schedule {request.name} is for {request.file.microbatches} microbatches, and "
+            "their number will change; name a schedule instead of a file"
+        )
+    lines = []
+    if asked.inprocess_restart:
+        lines.append("--inprocess-restart: after a failure let torchrun restart (--max-restarts)")
+    if asked.perform_rl_step and (request.vee or asked.pp_vocab_parallel):
+        lines.append("--perform-rl-step: this model cannot generate text, so rollouts will fail")
+    if asked.save and asked.ckpt_format == "torch" and asked.pp_vocab_parallel:
+        lines.append("--ckpt-format torch: only this schedule and these sizes load the checkpoints")
+    return lines
 
 
 def _place_vee(args: MegatronArgs, pp: int) -> None:
