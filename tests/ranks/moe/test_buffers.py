@@ -18,7 +18,6 @@ from megatron_ext.offload.device import CpuDevice, Direction
 from tests.ranks.moe.regions import (
     FFN,
     RESTORING,
-    WIDTH,
     Experts,
     batch,
     equal,
@@ -127,14 +126,14 @@ class Alive(TorchDispatchMode):
 
 
 def test_strategies_keep_less_between_forward_and_backward(make: Callable[..., Region]) -> None:
-    """Beside the rings, of three layers: fc1's output, its tanh and the product with none."""
+    """Beside the rings, of three layers: with none the input, tanh and the product, with s0 fc1's
+    output in place of the latter two, with s4 what is to be sent again."""
     kept = {}
-    for strategy in ("none", *RESTORING):
+    for strategy in ("none", "s0", "s4"):
         region, found = make(), list[int]()
         with Alive() as alive:
 
             def between() -> None:
-                region.memory.departures.flush()  # noqa: B023
                 region.memory.ring.leave()  # noqa: B023
                 found.append(alive.nbytes())  # noqa: B023
 
@@ -142,8 +141,7 @@ def test_strategies_keep_less_between_forward_and_backward(make: Callable[..., R
         kept[strategy] = found[0]
     rows, inner = 3 * int(batch()[2].sum()), FFN * 4
     assert kept["none"] - kept["s0"] >= rows * inner
-    assert all(kept["s0"] - kept[one] >= rows * (inner + WIDTH * 4) for one in ("s1", "s3"))
-    assert all(kept["s0"] - kept[one] >= rows * inner for one in ("s2", "s4"))
+    assert kept["s0"] - kept["s4"] >= rows * inner
 
 
 def test_a_dropped_graph_gives_its_place_on_the_host_back(make: Callable[..., Region]) -> None:
