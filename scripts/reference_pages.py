@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "MEGATRON_EXT_WATCHDOG_SECONDS": "a rank without progress for this time reports and exits "
     "with status 75; default: `--distributed-timeout-minutes`, in a "
     "library the time limit of the process groups",
-    "MEGATRON_EXT_EFFORT": "seconds of search where no `--effort` gives them; default 1",
+    "MEGATRON_EXT_EFFORT": "seconds of search for an order; default 1",
     "MEGATRON_EXT_OFFLOAD_MIN_BYTES": "smaller tensors are never offloaded; default 65536, "
     "4096 in experts",
     "MEGATRON_EXT_DOCTOR_SECONDS": "time limit of each probe of `megatron-ext doctor`",

@@ -131,7 +131,6 @@ def spec_of(args: argparse.Namespace) -> ScheduleSpec:
 def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
     """``name`` with the sizes, costs and cap that the options have."""
     with user_input():
-        effort = default_effort() if args.effort is None else args.effort
         slices, shares = units_asked(args, args.microbatches)
     return ScheduleSpec(
         name,
@@ -141,8 +140,8 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         replace(costs_of(args, getattr(args, "costs", Costs())), units=shares),
         memory_cap(args),
         args.group_size,
-        effort=effort,
-        barriers=0 if args.vocabulary is None else args.vocabulary_barriers or 1,
+        effort=default_effort(),
+        barriers=int(args.vocabulary is not None),
         overlap=args.overlap,
         slices=slices,
         reorder=args.reorder_microbatches,

@@ -7,7 +7,6 @@ from fractions import Fraction
 
 from .._input import fraction, shown
 from ..schedule import AUTO, NAMES
-from ..schedule.generators import MOST_EFFORT
 from ..schedule.generators.registry import takers as takers
 from .parser import Options, Parser, positive
 
@@ -23,7 +22,7 @@ GROUPED = taking("takes_group_size")
 
 
 def _share(value: str) -> Fraction:
-    """An argparse type: a number from 0 to 1."""
+    """A number from 0 to 1, as an argparse type."""
     try:
         number = fraction(value)
     except ValueError:
@@ -31,24 +30,6 @@ def _share(value: str) -> Fraction:
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {shown(value)}")
     return number
-
-
-def seconds(value: str) -> float:
-    """Seconds of search, as an argparse type."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0
-    if not 0 < number <= MOST_EFFORT:
-        raise argparse.ArgumentTypeError(
-            f"must be more than 0 and at most {MOST_EFFORT} seconds, got {shown(value)}"
-        )
-    return number
-
-
-def _effort(value: str) -> float:
-    """Seconds of search for an order, or 0 for the named order as it is listed at once."""
-    return 0.0 if value in ("0", "0.0") else seconds(value)
 
 
 SCHEDULE = Options(
@@ -81,7 +62,6 @@ UNITS = Options(
         "where that is faster: short ones at both ends, or first",
     },
     kinds={"--attention-share": _share, "--slice-overhead": _share},
-    needs={"--reorder-microbatches": "--microbatch-cost"},
 )
 _COSTS = Options(
     {
@@ -96,11 +76,7 @@ _COSTS = Options(
         "--vocabulary S,T,E,G[,T]": "shard the vocabulary over all ranks: times of a rank's part "
         "of the output layer (S, T) and embedding (E, G) per microbatch, and the latency of a "
         "collective; the other costs are then those without vocabulary layers",
-        "--vocabulary-barriers": "collectives between the last stage's F and B: 1 (default) "
-        "computes the input gradient in S, 2 in T",
-    },
-    kinds={"--vocabulary-barriers": (1, 2)},
-    needs={"--vocabulary-barriers": "--vocabulary"},
+    }
 )
 SIZES = (_RANKS, UNITS, _COSTS)
 
@@ -111,10 +87,8 @@ def _shape(cap_use: str, group_use: str) -> Options:
             "--memory-cap X": "most activation memory, as a fraction of 1F1B's peak; " + cap_use,
             "--group-size G": "microbatches per group, ceil(P/2) to P (default P); for "
             + group_use,
-            "--effort SECONDS": "approximate search time of a V schedule at unequal costs, on one "
-            "core (default 1); counted in passes tried, so every machine finds the same order",
         },
-        kinds={"--group-size": positive, "--effort": _effort},
+        kinds={"--group-size": positive},
     )
 
 
@@ -134,8 +108,7 @@ OFFLOAD = Options(
         "--offload-time T[,T2]": "transfer time of one activation set to the host, and back "
         "(default the same), as a fraction of its chunk's F+B+W (PipeOffload's k is T + T2); a "
         "list, such as 0.25x7:1.5, has one number per rank or stage (xN: N equal ones)",
-    },
-    needs={"--offload-time": "--offload"},
+    }
 )
 
 

@@ -34,13 +34,13 @@ _OWN = Options(
         "--output FILE": "FILE.json",
         **JSON.help,
     },
-    required=("--output",),
 )
 
 
 def _write_schedule(args: argparse.Namespace) -> None:
-    if args.schedule is None:
-        raise InputError("the following arguments are required: --schedule")
+    missing = [f"--{one}" for one in ("schedule", "output") if getattr(args, one) is None]
+    if missing:
+        raise InputError(f"the following arguments are required: {', '.join(missing)}")
     started = time.perf_counter()
     with Progress("schedule") as progress:
         progress(f"making {args.schedule}")

@@ -49,7 +49,6 @@ _DRAWN = Options(
     },
     kinds={"--theme": tuple(THEMES), "--width": int, "--iteration": positive},
     defaults={"--theme": "auto"},
-    needs={"--theme": "--output", "--iteration": "--measured"},
 )
 
 

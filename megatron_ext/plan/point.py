@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..schedule import Schedule, ScheduleSpec, default_effort, select, simulate
+from ..schedule import Schedule, ScheduleSpec, select, simulate
 from ..schedule.costs import number_to_json
 from ..schedule.memory_cap import ShareCap
 from .collectives import Overhead
@@ -113,8 +113,6 @@ class Point:
         if spec.costs.vocabulary is not None:
             times = (str(number_to_json(x)) for x in spec.costs.vocabulary)
             words += ["--vocabulary", ",".join(times)]
-        if spec.effort != default_effort():
-            words += ["--effort", f"{spec.effort:g}"]
         return words
 
     def flags(self, file: str | None = None, *, ours: bool = True) -> list[str]:

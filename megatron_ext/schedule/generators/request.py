@@ -17,7 +17,7 @@ from ..search import FINE, GAPS, Found, Search
 from ..tasks import Tasks
 
 MOST_EFFORT = 3600  # seconds
-EFFORT = "MEGATRON_EXT_EFFORT"  # a variable, for where no option gives it
+EFFORT = "MEGATRON_EXT_EFFORT"
 LONG = 30_000  # passes of an order that few ways are tried for
 THOROUGH = 15_000  # passes that a search places in a third of a second, about
 Make = Callable[["Request"], RankActions]

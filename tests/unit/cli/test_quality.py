@@ -19,7 +19,7 @@ OFFLOAD = ["--offload", "half", "--offload-time", 0.25]
         ("v-min", [*REAL, "--microbatches", 9], "(memory, 2 microbatches); "),
         ("1f1b", [], "33 (way, B and W in one pass); reached: a longer search gains nothing"),
         ("v-zb", OFFLOAD, "25.5 (work); reached: "),
-        ("v-min", [*OFFLOAD], "25.5 (work); 15.7 % above: a longer"),
+        ("v-min", OFFLOAD, "25.5 (work); 15.7 % above: a longer"),
     ],
 )
 def test_bound_line(run, name, more, line):

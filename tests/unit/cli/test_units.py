@@ -128,7 +128,6 @@ def test_pictures_name_slices(run, tmp_path, suffix):
         (["--microbatch-cost", "1,2"], "has 2 microbatches, but there are 4; give one factor"),
         (["--microbatch-cost", "1,2,0,1"], "microbatch 2 must be one factor > 0"),
         (["--microbatch-cost", "nowhere"], "--microbatch-cost nowhere: No such file"),
-        (["--reorder-microbatches"], "--reorder-microbatches is for --microbatch-cost; give both"),
         (["--slices", "2", "--exchange", ".1,.1"], "communication of experts in the costs takes"),
     ],
 )
