@@ -104,10 +104,10 @@ def _yours(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu, own: Given
                 f"your flags do not divide {job.num_layers} layers over {placement.num_stages} "
                 f"stages ({space.pp} ranks x {own.chunks}), so Megatron does not start with them"
             )
-        if own.group is None and own.schedule == "interleaved" and count % space.pp:
+        if own.schedule == "interleaved" and count % space.pp:
             return f"{count} microbatches are no multiple of the {space.pp} ranks of interleaving"
         work = space.workload(job, count, split)
-        return evaluate(named(job, own.schedule, work, own.chunks, own.group), work)
+        return evaluate(named(job, own.schedule, work, own.chunks), work)
     except ValueError as error:
         return str(error)
 

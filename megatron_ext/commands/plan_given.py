@@ -27,15 +27,12 @@ class Given:
         chunks: model chunks a rank.
         overlap: which data-parallel exchange its passes hide.
         searches: parallel sizes are searched.
-        group: microbatches that a chunk of Megatron's interleaved order runs in a row; None: as
-            many as there are pipeline ranks.
     """
 
     schedule: str
     chunks: int
     overlap: Overlap
     searches: bool
-    group: int | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace, given: dict[str, Any]) -> Given:
@@ -65,9 +62,7 @@ class Given:
             return cls(name, count if count > 1 else default, overlap, searches)
         if count == 1:
             return cls("1f1b", count, overlap, searches)
-        group = str(values.get(GROUP, ""))
-        size = int(group) if group.isdigit() and int(group) != pp else None
-        return cls("interleaved", count, overlap, searches, size)
+        return cls("interleaved", count, overlap, searches)
 
     def placement(self, pp: int) -> Placement:
         """Where its stages lie, on so many ranks."""
@@ -122,9 +117,8 @@ def jobs(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu) -> list[Job]
 _OURS = tuple(
     f"pp_{name}"
     for name in (
-        *("schedule", "memory_cap", "offload", "offload_chunks", "offload_time"),
-        *("cheap_recompute", "vocab_parallel", "cost"),
-        *("profile", "slices", "slice_tokens", "slice_weights"),
+        *("schedule", "memory_cap", "offload", "cheap_recompute", "vocab_parallel", "cost"),
+        *("slices", "slice_tokens", "slice_weights"),
     )
 )
 _OF_TENSOR = ("sequence_parallel", "tp_comm_overlap")  # need tensor-parallel ranks
@@ -137,9 +131,7 @@ def replaced(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[st
     names = {**values_given(args), **given}
     layout = "--pipeline-model-parallel-layout" in printed
     alone = "--pipeline-model-parallel-size 1" in flags
-    clash = [*VIRTUAL, *(UNEVEN if layout or alone else ()), *SIZES, *_OURS]
-    if f"--pipeline-model-parallel-size {names.get(GROUP)}" not in flags:
-        clash.append(GROUP)  # orders have groups of as many microbatches as ranks
+    clash = [*VIRTUAL, GROUP, *(UNEVEN if layout or alone else ()), *SIZES, *_OURS]
     clash += [_LAYOUT] if alone or _is_open(args, given) else []
     clash += _OF_TENSOR if "--tensor-model-parallel-size 1" in flags else ()
     return [

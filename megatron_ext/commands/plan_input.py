@@ -60,7 +60,7 @@ def values_given(args: argparse.Namespace) -> dict[str, Any]:
 VIRTUAL = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
 GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 # Of the user's own run, though no job has them.
-_READ = (*VIRTUAL, GROUP, "pp_schedule", "cuda_graph_warmup_steps")
+_READ = (*VIRTUAL, "pp_schedule")
 # Megatron takes none of these beside a layout.
 UNEVEN = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),

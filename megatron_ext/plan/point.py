@@ -100,13 +100,15 @@ class Point:
             stage_file: where ``stage_cost`` was written to.
         """
         spec = self.spec
-        if not self.is_pipeline or spec.order is not None:
-            return []  # nothing to simulate, or no order of the name
+        if not self.is_pipeline:
+            return []
         words = ["--schedule", spec.name, "--pp", str(spec.pp)]
         words += ["--microbatches", str(spec.microbatches), "--chunks", str(spec.chunks)]
         words += ["--stage-cost", stage_file, "--hop", str(number_to_json(spec.costs.hop))]
         for option, value in self._options():
             words += [f"--{option}", value]
+        if spec.offload is not None:
+            words += ["--offload-time", spec.offload.link.text]
         if spec.overlap:
             words.append("--overlap")
         words += simulate_words(spec, self.job)
@@ -154,9 +156,7 @@ class Point:
         if self.cap is not None:
             words.append(("memory-cap", str(self.cap)))
         if self.spec.offload is not None:
-            link = self.spec.offload.link
             words.append(("offload", str(self.spec.offload.wanted)))
-            words.append(("offload-time", link.text))
         return words
 
     def stage_cost(self) -> dict[str, Any]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..schedule import GENERATORS, Schedule, ScheduleSpec
-from ..schedule.generators.grouped import interleaved_in_groups
-from ..schedule.generators.made import checked
-from .model import Job, PlanError
+from ..schedule import GENERATORS, ScheduleSpec
+from .model import Job
 from .moe_job import has_experts, without_chunks
 from .space import SearchSpace
 from .vocabulary import BARRIERS
 from .workload import Workload
 
 STOCK = ("1f1b", "interleaved")  # Megatron's own schedules
-GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 def of_stock(space: SearchSpace) -> SearchSpace:
@@ -39,8 +36,6 @@ def of_stock(space: SearchSpace) -> SearchSpace:
 
 def allows(space: SearchSpace, spec: ScheduleSpec, job: Job) -> bool:
     """True if a point of this may be the answer, whether the search proposes it or not."""
-    if spec.order is not None:
-        return False  # no order of a name
     chunks = spec.chunks in space.chunks or not GENERATORS[spec.name].any_chunks
     if spec.name not in space.schedules or not chunks:
         return False
@@ -54,30 +49,10 @@ def allows(space: SearchSpace, spec: ScheduleSpec, job: Job) -> bool:
     return job.vocab_parallel or not space.job.vocab_parallel
 
 
-def named(
-    job: Job, name: str, work: Workload, chunks: int, group: int | None = None
-) -> ScheduleSpec:
-    """A schedule of a job as training makes it: with its sharded vocabulary, or in pairs.
-
-    Args:
-        group: of Megatron's interleaved order, where it is not as large as the pipeline.
-
-    Raises:
-        PlanError: Megatron has no such groups.
-    """
-    spec = ScheduleSpec(
+def named(job: Job, name: str, work: Workload, chunks: int) -> ScheduleSpec:
+    """A schedule of a job as training makes it: with its sharded vocabulary, or in pairs."""
+    return ScheduleSpec(
         *(name, job.pipeline_model_parallel_size, work.microbatches, chunks, work.costs),
         barriers=BARRIERS * job.vocab_parallel,
         overlap=job.overlap_moe_expert_parallel_comm,
     )
-    if group is None:
-        return spec
-    pp, count = spec.pp, spec.microbatches
-    if not pp <= group <= count or 0 < count % group < pp:
-        raise PlanError(
-            f"{GROUP} {group}: Megatron's groups have {pp} (p) to {count} (m) microbatches, the "
-            "last one p or more"
-        )
-    ranks = interleaved_in_groups(pp, count, chunks, group)
-    order = Schedule(name, spec.placement, count, checked(name, ranks), spec.costs)
-    return replace(spec, order=order, overlap=False)

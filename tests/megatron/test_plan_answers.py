@@ -11,13 +11,11 @@ import shlex
 import subprocess
 from typing import Any
 
-import pytest
-
 from megatron_ext import cli
 from tests.support import ROOT, warm
 from tests.support.checkouts import INSTALLED
 from tests.support.waiting import PATIENCE
-from tests.unit.cli.test_plan_cases import CASES, PLAIN, SLICED, SMALL
+from tests.unit.cli.test_plan_cases import PLAIN, SLICED, SMALL
 
 # Megatron checks some flags in its validation and others in the model's configuration.
 # One process for all lines of a test: importing Megatron takes longest.
@@ -106,14 +104,3 @@ def test_answers_are_valid() -> None:
     assert (pp, why) == (2, "") and more == [4, ""]
     assert none == 0 and "must be divisible" in divide, "it can fail"
     assert bad == 0 and "recompute" in recompute, "and the configuration"
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(900)
-def test_answers_for_twelve_models_are_valid() -> None:
-    """Each has a pipeline of the size that it says."""
-    cases = SMALL | CASES
-    lines = {name: answered(*case) for name, case in cases.items()}
-    for (name, (_, words)), (pp, why) in zip(lines.items(), validated([*lines.values()])):
-        last = len(words) - 1 - words[::-1].index("--pipeline-model-parallel-size")
-        assert not why and pp == int(words[last + 1]), (name, why, " ".join(words))

@@ -57,28 +57,6 @@ def interleaved_zb_small(pp: int, microbatches: int, chunks: int) -> RankActions
     return ranks
 
 
-def interleaved_in_groups(pp: int, microbatches: int, chunks: int, group: int) -> RankActions:
-    """Megatron's interleaved 1F1B with groups of p microbatches or of more; the last has the rest.
-
-    A rank begins with (v-1)g + 2(p-1-r) forwards, so that a larger group needs more memory.
-    """
-    whole, rest = divmod(microbatches, group)
-    units = _units([group] * whole + [rest], chunks)
-    ranks: RankActions = []
-    for rank in range(pp):
-        late = group * (chunks - 1) + 2 * (pp - 1 - rank)
-        row: list[Action] = []
-        for x in range(len(units) + late):
-            if x < len(units):
-                chunk, microbatch = units[x]
-                row.append(Action(Op.F, chunk * pp + rank, microbatch))
-            if 0 <= x - late < len(units):
-                chunk, microbatch = units[x - late]
-                row.append(Action(Op.BW, (chunks - 1 - chunk) * pp + rank, microbatch))
-        ranks.append(row)
-    return ranks
-
-
 def _groups(pp: int, microbatches: int) -> list[int]:
     """Sizes that sum to m, all p except at the end. In the steady state groups of (2p-1)/3 are
     enough to hide the way around the ring; in the cool-down, where W fills, half of p."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.commands.plan_given import Given
-from megatron_ext.plan.activations import stage_set, sums
+from megatron_ext.plan.activations import sums
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.kinds import layer
 from megatron_ext.plan.layout import Stage, read_layout, split_of
@@ -130,22 +130,6 @@ def test_sets_keep_weights_that_every_microbatch_quantizes(again):
     assert sets(gathered) == sets(both) == sets(plain)
 
 
-def test_logits_in_fp32():
-    """Softmax is fp32 anyway, and stands where they were; a fused loss keeps them themselves. Their
-    gradient is cast to 16 bits."""
-    fused = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
-    last = Stage(range(1), first=False, last=True)
-    wide = "--output-logit-dtype fp32"
-    this = job(f"{DENSE} --vocab-size 64000")
-    logits = this.tokens * this.padded_vocab_size
-    for more, kept, passing in (("", 0, 0), (fused, 2 * logits, 2 * logits)):
-        before, after = (
-            stage_set(job(f"{DENSE} --vocab-size 64000 {more} {one}"), last) for one in ("", wide)
-        )
-        assert after.bytes_f_to_b - before.bytes_f_to_b == kept
-        assert after.logits - before.logits == passing
-
-
 def test_prediction_is_where_the_layout_has_it():
     """Standalone before the loss: its stage has an embedding, the last one two softmaxes."""
     line = DENSE + "--vocab-size 64000 --untie-embeddings-and-output-weights --mtp-num-layers 1 "
@@ -163,13 +147,6 @@ def test_prediction_is_where_the_layout_has_it():
     sets = stage_bytes(fused, split)[3].sets
     assert sets.bytes_f_to_b < 1.1 * softmax and sets.logits == 0
     assert read_layout("Ett|ttmL", 4).predicts == -1
-
-
-def test_quick_geglu_is_gated():
-    line = DENSE + "--ffn-hidden-size 512 "
-    assert job(line + "--quick-geglu") == job(line + "--swiglu")
-    default = job(DENSE + "--quick-geglu")
-    assert (default.gates, default.ffn_hidden_size) == (2, 4 * default.hidden_size)
 
 
 @pytest.mark.parametrize(
@@ -191,17 +168,6 @@ def test_what_cannot_be_planned_is_refused(flags, words):
 
 
 SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
-
-
-def test_the_older_name_of_recomputed_experts():
-    new, old = (
-        job(f"{SMALL} --num-experts 4 {more}")
-        for more in (
-            "--recompute-granularity selective --recompute-modules core_attn moe",
-            "--moe-layer-recompute",
-        )
-    )
-    assert new == old and new.recompute_modules == ("core_attn", "moe")
 
 
 @pytest.mark.parametrize(

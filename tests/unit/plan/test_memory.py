@@ -144,17 +144,6 @@ def test_bytes_of_a_parameter(flags, without, fixed, divided):
     assert state_bytes(sharded, Count(1000)).total == 1000 * (fixed + divided / 8)
 
 
-def test_instances_of_the_optimizer_each_keep_all_of_its_states():
-    line = f"{PLAIN} --num-experts 8 --expert-model-parallel-size 2 --world-size 8"
-    line += " --use-distributed-optimizer --num-distributed-optimizer-instances"
-    two = job_of(read([*line.split(), "2"])[0])
-    assert state_bytes(two, Count(800)).optimizer == 800 * 12 // 4
-    assert state_bytes(two, Count(0, 800)).optimizer == 800 * 12 // 2
-    for wrong, ranks in (("3", 8), ("8", 4)):
-        with pytest.raises(PlanError, match=f"divide the {ranks} ranks"):
-            job_of(read([*line.split(), wrong])[0])
-
-
 def test_a_precision_aware_optimizer():
     line = PLAIN.replace("--fp16", "--bf16 --world-size 4 --use-distributed-optimizer")
     line += " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
@@ -292,9 +281,3 @@ def test_a_v_has_both_ends_on_rank_0():
 def test_what_cannot_be_planned_is_said(flags, words):
     with pytest.raises(PlanError, match=words):
         job(flags)
-
-
-def test_grouped_queries_are_one_group_by_default():
-    alone = job("--group-query-attention")
-    assert alone == job("--group-query-attention --num-query-groups 1")
-    assert alone.num_query_groups == 1 < job().num_query_groups

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.plan.activations import stage_set, with_shard
-from megatron_ext.plan.cases import cases
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import gpu_of
 from megatron_ext.plan.layout import even_split
@@ -15,11 +14,11 @@ from megatron_ext.plan.point import evaluate
 from megatron_ext.plan.search import Search
 from megatron_ext.plan.space import SearchSpace
 from megatron_ext.plan.times import stage_times, vocabulary_times
-from megatron_ext.plan.vocabulary import rank_work, settings
-from megatron_ext.schedule import Placement, ScheduleSpec
+from megatron_ext.plan.vocabulary import settings
+from megatron_ext.schedule import Placement
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.vocabulary import E, G, S, T, peak_held
+from megatron_ext.schedule.vocabulary import E, G, S, T
 
 from .every import candidates
 
@@ -87,15 +86,6 @@ def test_times_of_all_shards_are_the_whole_output_layers(gpu):
     # What is left on the ends is a norm.
     own = stage_times(sharded, split, device)
     assert own[0] == own[1] and sum(own[-1]) < 1.01 * sum(own[1])
-
-
-def test_a_fused_loss_has_no_effect():
-    fused = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
-    one, other = (job(UNTIED, "--pp-vocab-parallel", more) for more in ("", fused))
-    split, gpu = even_split(32, 8), gpu_of("H100")
-    assert vocabulary_times(one, gpu) == vocabulary_times(other, gpu)
-    assert stage_times(one, split, gpu) == stage_times(other, split, gpu)
-    assert stage_bytes(one, split) == stage_bytes(other, split)
 
 
 def test_bytes_from_s_to_t():
@@ -218,36 +208,3 @@ def test_a_flag_keeps_the_search_to_it():
     assert result.points and all(p.spec.barriers == 1 for p in result.points)
     with pytest.raises(PlanError, match="none of dualpipev is possible"):
         Search([space("--pp-vocab-parallel", schedules=("dualpipev",))], 40 * GIB).run()
-
-
-def test_it_fits_where_nothing_else_does():
-    names = ("v-half", "v-min")
-    alone = Search([space(schedules=names)], GIB).run().smallest
-    budget = int(0.97 * alone.worst.total)
-    best = Search([space(schedules=names, vocabulary=True)], budget).run().best
-    assert best is not None and best.workload.job.vocab_parallel
-
-
-def test_work_of_a_rank_has_the_passes():
-    where = space("--pp-vocab-parallel")
-    placement = Placement.loop(4, 1)
-    work = where.workload(where.job, 16, even_split(16, 4))
-    point = evaluate(ScheduleSpec("1f1b", 4, 16, costs=work.costs, barriers=1), work)
-    busy = rank_work(work.costs, placement)
-    plain = work.costs.per_rank_work(placement)
-    passes = sum(work.costs.vocabulary[:4])
-    assert busy == [one + passes for one in plain]
-    assert max(peak_held(point.schedule().ranks)) >= 1
-    assert point.makespan_us > 16 * max(busy)
-
-
-def test_closed_forms_are_bounds_with_shards():
-    """States and time are no more than a point's."""
-    where = space("--pp-vocab-parallel", schedules=("v-half", "v-zb"), cheap_recompute=(False,))
-    best = Search([where], 40 * GIB).run().best
-    case = next(one for one in cases(where, 40 * GIB) if one.vee)
-    assert best is not None and best.job == case.job
-    assert 0.8 * best.iteration_us < case.bound_us <= best.iteration_us
-    states = min(rank.states.total for rank in best.ranks)
-    assert 0.98 * states < case.states < 1.02 * states
-    assert "--pp-vocab-parallel" in best.flags()

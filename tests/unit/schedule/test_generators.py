@@ -26,14 +26,12 @@ from megatron_ext.schedule import (
     lower,
     simulate,
 )
-from megatron_ext.schedule.actions import Action
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import list_schedule
 from megatron_ext.schedule.generators import building_block as blocks
 from megatron_ext.schedule.generators import cap
 from megatron_ext.schedule.generators.blocks import v_half_block, v_zb_block
 from megatron_ext.schedule.generators.building_block import vee_block
-from megatron_ext.schedule.generators.grouped import interleaved_in_groups
 from megatron_ext.schedule.tasks import Tasks
 from tests.support import ROOT
 from tests.support.closed_forms import FORMS, gis_bubble, gis_peaks, half_sets, min_sets
@@ -97,28 +95,6 @@ def test_1f1b_with_few_microbatches(pp: int) -> None:
         run = simulate(generate("1f1b", pp, m))
         assert run.makespan == FORMS["1f1b"].makespan(pp, m, 1)
         assert run.peak_activation == [min(m, pp - rank) for rank in range(pp)]
-
-
-@pytest.mark.parametrize(
-    ("pp", "chunks", "group", "m"), [(2, 2, 3, 6), (4, 2, 4, 8), (4, 3, 6, 16), (2, 3, 12, 12)]
-)
-def test_interleaved_in_groups_of_megatrons_table(pp, chunks, group, m):
-    """``get_schedule_table``, warmed up as ``get_pp_rank_microbatches`` says (core_v0.19)."""
-    table = [
-        (chunk, j)
-        for first in range(0, m, group)
-        for chunk in range(chunks)
-        for j in range(first, min(first + group, m))
-    ]
-    rows = interleaved_in_groups(pp, m, chunks, group)
-    for rank, row in enumerate(rows):
-        forwards = [Action(Op.F, chunk * pp + rank, j) for chunk, j in table]
-        backwards = [Action(Op.BW, (chunks - 1 - chunk) * pp + rank, j) for chunk, j in table]
-        warmup = min(len(table), (pp - rank - 1) * 2 + (chunks - 1) * group)
-        steady = [each for pair in zip(forwards[warmup:], backwards) for each in pair]
-        assert row == forwards[:warmup] + steady + backwards[len(table) - warmup :]
-    if group == pp:
-        assert [*map(tuple, rows)] == [*generate("interleaved", pp, m, chunks).ranks]
 
 
 def test_zb_h2_and_interleaved_zb_where_their_memory_just_fits() -> None:
