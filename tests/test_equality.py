@@ -1,0 +1,25 @@
+"""Ours trains what stock trains, for every configuration and every schedule of the table."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests import configurations
+from tests.configurations import CONFIGURATIONS, of_ours, of_stock
+from tests.harness.equality import Trained, compare, trained
+
+
+@functools.cache
+def stock(name: str) -> Trained:
+    """What stock trains in this configuration."""
+    return trained(*of_stock(CONFIGURATIONS[name]))
+
+
+@pytest.mark.parametrize(("name", "schedule"), configurations.pairs())
+def test_ours_is_stocks(name: str, schedule: str) -> None:
+    """Losses, every gradient and every weight after three steps."""
+    row = CONFIGURATIONS[name]
+    ours = trained(*of_ours(row, schedule))
+    compare(f"{name}, {schedule}", stock(name), ours, row.tolerance)
