@@ -14,12 +14,14 @@ from tests.harness.equality import Trained, compare, trained
 @functools.cache
 def stock(name: str) -> Trained:
     """What stock trains in this configuration."""
-    return trained(*of_stock(CONFIGURATIONS[name]))
+    row = CONFIGURATIONS[name]
+    return trained(row.script, *of_stock(row))
 
 
 @pytest.mark.parametrize(("name", "schedule"), configurations.pairs())
 def test_ours_is_stocks(name: str, schedule: str) -> None:
-    """Losses, every gradient and every weight after three steps."""
+    """Losses, every gradient, every weight after three steps; and the activations of the plan."""
     row = CONFIGURATIONS[name]
-    ours = trained(*of_ours(row, schedule))
+    ours = trained(row.script, *of_ours(row, schedule))
     compare(f"{name}, {schedule}", stock(name), ours, row.tolerance)
+    assert ours.peaks and all(measured == planned for measured, planned in ours.peaks)

@@ -71,12 +71,12 @@ MEGATRONS: dict[str, Callable[[Arguments], bool]] = {
 
 # By the first feature of a pair, in the order above: what tests of equality have run it with.
 TESTED: dict[str, tuple[str, ...]] = {
-    "MoE chunks": ("expert parallelism", "experts"),
+    "MoE chunks": (*("expert parallelism", "experts"),),
     "V placement": (
-        *("MoE chunks", "W of slices joined", "W passes", "batch-size ramp-up", "cheap recompute"),
-        *("context parallelism", "distributed optimizer", "expert parallelism", "experts"),
-        *("full recompute", "joint passes", "latent attention", "multi-token prediction"),
-        *("offload", "optimizer on the CPU", "orders by lengths", "packed documents"),
+        *("MoE chunks", "W of slices joined", "W passes", "batch-size ramp-up"),
+        *("cheap recompute", "context parallelism", "distributed optimizer"),
+        *("expert parallelism", "experts", "full recompute", "joint passes", "latent attention"),
+        *("multi-token prediction", "offload", "orders by lengths", "packed documents"),
         *("reordered microbatches", "selective recompute", "sharded vocabulary", "slices"),
         *("sliding windows", "tensor parallelism", "tied embeddings"),
     ),
@@ -85,19 +85,18 @@ TESTED: dict[str, tuple[str, ...]] = {
     ),
     "W passes": (
         *("--reset-attention-mask", "MoE chunks", "W of slices joined", "batch-size ramp-up"),
-        *("cheap recompute", "context parallelism", "distributed optimizer", "expert parallelism"),
-        *("experts", "full recompute", "hybrid layers", "joint passes", "latent attention"),
-        *("multi-token prediction", "offload", "optimizer on the CPU", "orders by lengths"),
+        *("cheap recompute", "context parallelism", "distributed optimizer"),
+        *("expert parallelism", "experts", "full recompute", "hybrid layers", "joint passes"),
+        *("latent attention", "multi-token prediction", "offload", "orders by lengths"),
         *("packed documents", "reordered microbatches", "selective recompute"),
         *("several chunks a rank", "sharded vocabulary", "slices", "sliding windows"),
         *("tensor parallelism", "tied embeddings"),
     ),
-    "cheap recompute": ("distributed optimizer", "expert parallelism", "experts", "joint passes"),
+    "cheap recompute": (*("MoE chunks", "distributed optimizer", "expert parallelism", "experts"),),
     "offload": (
-        *("MoE chunks", "batch-size ramp-up", "cheap recompute", "distributed optimizer"),
-        *("expert parallelism", "experts", "hybrid layers", "latent attention"),
-        *("multi-token prediction", "packed documents", "selective recompute"),
-        *("tensor parallelism", "tied embeddings"),
+        *("MoE chunks", "cheap recompute", "distributed optimizer", "expert parallelism"),
+        *("experts", "latent attention", "multi-token prediction", "packed documents"),
+        *("selective recompute", "tensor parallelism", "tied embeddings"),
     ),
     "orders by lengths": (
         *("context parallelism", "experts", "packed documents", "reordered microbatches"),
@@ -107,16 +106,15 @@ TESTED: dict[str, tuple[str, ...]] = {
         *("context parallelism", "experts", "packed documents", "tensor parallelism"),
     ),
     "several chunks a rank": (
-        *("--reset-attention-mask", "MoE chunks", "batch-size ramp-up", "context parallelism"),
-        *("distributed optimizer", "expert parallelism", "experts", "full recompute"),
-        *("hybrid layers", "joint passes", "latent attention", "multi-token prediction", "offload"),
+        *("MoE chunks", "W of slices joined", "batch-size ramp-up", "cheap recompute"),
+        *("context parallelism", "distributed optimizer", "expert parallelism", "experts"),
+        *("full recompute", "latent attention", "multi-token prediction", "offload"),
         *("orders by lengths", "packed documents", "selective recompute", "sharded vocabulary"),
         *("slices", "sliding windows", "tensor parallelism", "tied embeddings"),
     ),
     "sharded vocabulary": (
-        *("batch-size ramp-up", "context parallelism", "distributed optimizer"),
-        *("expert parallelism", "experts", "full recompute", "multi-token prediction", "offload"),
-        *("tensor parallelism", "tied embeddings"),
+        *("context parallelism", "distributed optimizer", "expert parallelism", "experts"),
+        *("full recompute", "multi-token prediction", "tensor parallelism", "tied embeddings"),
     ),
     "slices": (
         *("MoE chunks", "W of slices joined", "distributed optimizer", "expert parallelism"),

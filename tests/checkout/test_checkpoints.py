@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.configurations import MOE
+from tests.configurations import TRAINED as BASE
 from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, nightly
-from tests.support.features import BASE, MOE
 from tests.support.server import Outcome, ScriptServer
 
 pytestmark = [

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.configurations import TRAINED as BASE
 from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, Serve, environment, existing
-from tests.support.features import BASE
 from tests.support.server import Outcome, ScriptServer
 from tests.support.waiting import wait_until
 

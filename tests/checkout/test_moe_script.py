@@ -8,14 +8,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from megatron_ext.releases import RELEASES
-from tests.support.architectures import DEEPSEEK
-from tests.support.checkouts import MAIN_TAG, Serve, version
-from tests.support.features import BASE, OVERLAP
+from tests.support.checkouts import MAIN_TAG, Serve
 from tests.support.server import Outcome
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -111,27 +107,6 @@ def test_what_auto_chooses_trains_as_stock(
     assert len(said) == 2 and "trying 6 plans, 3 steps each" in said[0]
     assert "4 chunks, s4: " in said[1] and "Megatron's own layer: " in said[1]
     assert "MoE layers: " not in outcome.log(1)
-
-
-DEEPSEEK_RUN = f"""{BASE} {DEEPSEEK} {OVERLAP} --train-iters 2 --expert-model-parallel-size 2
---num-layers 3 --moe-layer-freq ([0]*1+[1]*2)"""
-
-
-@pytest.mark.parametrize(
-    "tag", [version(tag, nightly=True) for tag in (MAIN_TAG, RELEASES[-1].tag)]
-)
-def test_deepseek_in_chunks(tag: str, serve: Serve, tmp_path: Path) -> None:
-    """Multi-latent attention, dense first layers, grouped routing, shared experts and
-    multi-token prediction, whose layer has experts too."""
-    server, losses = serve(tag), {}
-    for name, ours in {"stock": "", "s4": "--moe-pipeline-chunks 4 --moe-memory-reuse s4"}.items():
-        outcome = server.run([*DEEPSEEK_RUN.split(), *ours.split()], 2, tmp_path / name)
-        assert outcome.status == "ok", outcome.report
-        log = outcome.log(1).replace("\n", " ")
-        found = re.findall(r"iteration +\d+/.*?lm loss: (\S+).*?mtp_1 loss: (\S+)", log)
-        assert len(found) == 2, log[-3000:]
-        losses[name] = [float(x) for x in itertools.chain(*found)]
-    assert losses["s4"] == pytest.approx(losses["stock"], rel=2e-3)
 
 
 def test_conflicts_end_before_training(start: Callable[..., Outcome]) -> None:

@@ -22,7 +22,7 @@ from megatron_ext.plan.flags import read as read_flags
 from megatron_ext.plan.layout import Split, even_split
 from megatron_ext.schedule import AUTO, Costs, ScheduleSpec, generate, lower, select
 from tests.support import ROOT
-from tests.support.checkouts import MAIN_TAG, Serve, existing, nightly, run
+from tests.support.checkouts import MAIN_TAG, Serve, existing, run
 from tests.support.grids import sampled
 from tests.support.server import Outcome
 
@@ -78,7 +78,7 @@ def test_torchrun(train: Callable[..., Log], weights: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "megatron_ext.launch", "--device", "cpu"]
     command += [str(existing(MAIN_TAG) / "pretrain_gpt.py"), *MODEL.split(), *weights]
-    done = run([*command, *pp2, "--pp-schedule", "v-half", "--pp-p2p", MESSAGES["v-half"]])
+    done = run([*command, *pp2, "--pp-schedule", "v-half"])
     assert done.returncode == 0, done.stdout[-6000:]
     assert read(done.stdout) == train(*weights, *pp2, ranks=2)
 
@@ -99,46 +99,6 @@ def stock(train: Callable[..., Log], weights: list[str]) -> Log:
     assert len(found["training"]) == 3
     assert len(found["evaluation"]) >= 2
     return found
-
-
-MESSAGES = {"v-half": "edge", "v-zb": "pipeline"}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "pp", "sets", "cost"),
-    [
-        ("v-half", 4, 6, None),
-        nightly("v-zb", 4, 8, "1,1,1"),
-        nightly("v-half", 2, 4, None),  # as test_torchrun, with the plans
-        ("v-zb", 2, 4, "1,1,1"),
-    ],
-)
-def test_same_losses(
-    train: Callable[..., Log],
-    weights: list[str],
-    stock: Log,
-    tmp_path: Path,
-    schedule: str,
-    pp: int,
-    sets: int,
-    cost: str | None,
-) -> None:
-    """Training and evaluation, whatever the schedule, the pipeline size, the messages' way and the
-    costs."""
-    flags = ["--pipeline-model-parallel-size", str(pp), "--pp-schedule", schedule]
-    flags += ["--pp-p2p", MESSAGES[schedule]] if pp == 2 else []
-    flags += [] if cost is None else ["--pp-cost", cost]
-    assert train(*weights, *flags, "--pp-trace", str(tmp_path), ranks=pp) == stock
-    for rank in range(pp):
-        lines = [json.loads(x) for x in (tmp_path / f"rank{rank}.jsonl").read_text().splitlines()]
-        trained = [line for line in lines if not line["forward_only"]]
-        assert {line["schedule"] for line in trained} == {schedule}
-        assert len(trained) == 3
-        assert len(lines) > len(trained)  # evaluation ran through the executor too
-        assert {line["peak_sets"] for line in trained} == {sets}
-    costs = Costs() if cost else flops(even_split(8, 2 * pp))
-    made = lower(generate(schedule, pp, 8, costs=costs))
-    assert plans(tmp_path, pp) == [[made.fingerprint()] * 3] * pp
 
 
 CPU_KERNELS = ("--transformer-impl", "local")
@@ -255,14 +215,6 @@ def test_all_ranks_agree_on_a_measured_plan(start: Callable[..., Outcome], tmp_p
     every = plans(tmp_path)
     assert every == [every[0]] * 4
     assert re.search("re-planned|the order stays", outcome.log(0))
-
-
-def test_experts_with_biases_and_recomputed_norms(train: Callable[..., Log]) -> None:
-    """Megatron refuses the one on one rank, and asks Transformer Engine for the other."""
-    flags = ["--num-layers", "1", "--train-iters", "1", "--num-experts", "2"]
-    recompute = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"]
-    plain = train(*flags, ranks=1)
-    assert plain["training"] and train(*flags, *recompute, ranks=1) == plain
 
 
 EMPTY = ("--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Etttt||tttt|L")

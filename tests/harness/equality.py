@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import time
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from tests.harness import ranks
+
+PEAK = re.compile(r"peak activations: (\S+) microbatches \(plan (\S+)\)")
 
 
 @dataclass
@@ -28,15 +30,13 @@ class Trained:
         losses: ``(step, name)`` to value; evaluations are steps of their own.
         tensors: gradients of the first step, where one fault is in one tensor, and of the last, and
             the weights after it.
-        processor: seconds of all ranks.
-        wall: seconds of the run.
+        peaks: activations of the fullest rank in microbatches, (measured, planned), of every step
+            of ours, as the log has them.
     """
 
     losses: dict[tuple[str, str], float] = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    processor: float = 0.0
-    wall: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
+    peaks: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Unequal(AssertionError):
@@ -46,14 +46,12 @@ class Unequal(AssertionError):
 # ------------------------------------------------------------------ in a rank
 
 
-def train(argv: Sequence[str]) -> dict[str, Any]:
+def train(script: str, argv: Sequence[str]) -> dict[str, Any]:
     """Run the unmodified script under the launcher; returns this rank's losses and pieces."""
     from megatron.training import training
 
     from megatron_ext import launch
 
-    begin = time.monotonic()
-    marks: dict[str, float] = {"processor at start": ranks.processor_seconds()}
     losses: dict[tuple[str, str], float] = {}
     steps: list[list[tuple[str, tuple[int, ...], Any, np.ndarray]]] = []
     held: list[Any] = []
@@ -66,8 +64,7 @@ def train(argv: Sequence[str]) -> dict[str, Any]:
 
     @functools.wraps(setup)
     def set_up(*args: Any, **kwargs: Any) -> Any:
-        marks["to model"] = time.monotonic() - begin
-        model, optimizer, *rest = result = setup(*args, **kwargs)
+        model, optimizer, _ = result = setup(*args, **kwargs)
         entries = list(_entries(model))
         _fill(entries, optimizer)
         held[:] = model, entries
@@ -82,13 +79,10 @@ def train(argv: Sequence[str]) -> dict[str, Any]:
             return step(*a, **k)
 
         optimizer.step = stepped
-        marks["model"] = time.monotonic() - begin - marks["to model"]
         return result
 
     @functools.wraps(log)
     def logged(loss_dict: Any, total: Any, rate: Any, iteration: int, *a: Any, **k: Any) -> Any:
-        if iteration == 1:
-            marks["first step ends"] = time.monotonic() - begin
         for name, value in loss_dict.items():
             losses[f"step {iteration}", name] = float(value)
         return log(loss_dict, total, rate, iteration, *a, **k)
@@ -105,15 +99,13 @@ def train(argv: Sequence[str]) -> dict[str, Any]:
     training.training_log, training.evaluate = logged, evaluated
     launch._leave = _leave
     if "--pp-schedule" in argv:
-        from megatron_ext.prove import races
+        from tests.support import races
 
         races.install(1009 + int(os.environ["RANK"]))  # late messages and copies, poisoned memory
-    launch.main(["--device", "cpu", str(ranks.CHECKOUT / "pretrain_gpt.py"), *argv])
-    marks["trained"] = time.monotonic() - begin
+    launch.main(["--device", "cpu", str(ranks.CHECKOUT / script), *argv])
     pieces = [piece for step in steps for piece in step]
     pieces += _pieces("trained weight", held[1])
-    marks["processor"] = ranks.processor_seconds()
-    return {"losses": losses, "pieces": pieces, "marks": marks}
+    return {"losses": losses, "pieces": pieces, "peaks": PEAK.findall(ranks.log())}
 
 
 def _leave(status: Any) -> None:
@@ -189,16 +181,15 @@ def _pieces(kind: str, entries: Sequence[Any]) -> Iterator[tuple[str, Any, Any, 
 # ------------------------------------------------------------------ in the test
 
 
-def trained(argv: Sequence[str], world: int) -> Trained:
+def trained(script: str, argv: Sequence[str], world: int) -> Trained:
     """Train on ``world`` ranks and put the pieces together.
 
     Raises:
         Unequal: two ranks hold different values of one place, or a place nobody holds.
     """
-    begin = time.monotonic()
-    found = ranks.run(train, world, list(argv))
-    result = Trained(processor=sum(r["marks"]["processor"] for r in found))
-    result.phases = found[-1]["marks"]
+    found = ranks.run(train, world, script, list(argv))
+    peaks = [(float(a), float(b)) for of in found for a, b in of["peaks"]]
+    result = Trained(peaks=peaks)
     seen: dict[str, np.ndarray] = {}
     for rank, of in enumerate(found):
         for key, value in of["losses"].items():
@@ -214,7 +205,6 @@ def trained(argv: Sequence[str], world: int) -> Trained:
     for name, there in seen.items():
         if not there.all():
             raise Unequal(f"{name}: no rank holds {int((~there).sum())} of {there.size} elements")
-    result.wall = time.monotonic() - begin
     return result
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
-import resource
 import socket
 import sys
 import tempfile
@@ -29,7 +28,7 @@ PATIENCE = 120.0  # seconds, far beyond what a case takes
 GRACE = 3.0  # seconds that others have to end after one has failed
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-# The newest supported release unless $MEGATRON_LM names another checkout (scripts/get_megatron.sh).
+# $MEGATRON_LM, or the newest supported release where scripts/get_megatron.sh puts it.
 CHECKOUT = Path(
     os.environ.get("MEGATRON_LM") or CACHE / "megatron-ext" / "Megatron-LM" / NEWEST.tag
 )
@@ -130,10 +129,10 @@ def _rank(work: Any, args: Any, rank: int, world: int, port: int, folder: str, p
     os._exit(status)  # gloo's threads do not outlive an orderly end
 
 
-def processor_seconds() -> float:
-    """Of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+def log() -> str:
+    """What this rank has printed."""
+    sys.stdout.flush()
+    return Path(f"/proc/self/fd/{sys.stdout.fileno()}").read_text(errors="replace")
 
 
 def _free_port() -> int:

@@ -12,9 +12,7 @@ from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.tested import MEGATRONS, TESTED, combined, untested
 from megatron_ext.schedule import AUTO
-from tests.checkout.test_features import NIGHTLY_TOO, ROWS
-from tests.support.architectures import ARCHITECTURES
-from tests.support.features import BASE, FEATURES
+from tests.configurations import CONFIGURATIONS, TRAINED, of_ours
 from tests.support.stand_ins import megatron_args
 
 _MOE = "--num-experts 4"
@@ -73,13 +71,9 @@ def flags_of(text: str) -> dict[str, Any]:
 
 def lines() -> Iterator[tuple[str, str]]:
     """(schedule, flags) of every run that is compared with stock's."""
-    rows = {row.name: row for row in FEATURES + ARCHITECTURES}
-    for features in ROWS.values():
-        for name, schedules in features.items():
-            row = rows[name]
-            base = " ".join(word for word in BASE.split() if word not in row.drop.split())
-            for schedule in schedules.replace(NIGHTLY_TOO, ",").split(","):
-                yield schedule, f"{base} {row.model} {row.run} {row.ours}"
+    for row in CONFIGURATIONS.values():
+        for schedule in row.schedules:
+            yield schedule, " ".join(of_ours(row, schedule)[0])
     for schedules, flags, others in MORE:
         for schedule, other in product(schedules.split(), others):
             yield schedule, f"--untie-embeddings-and-output-weights {flags} {other}"
@@ -106,9 +100,9 @@ def test_pairs_are_those_of_the_tests() -> None:
 
 
 def test_the_line() -> None:
-    run = run_of("v-half", f"{BASE} --pp-offload half --num-experts 4")
+    run = run_of("v-half", f"{TRAINED} --pp-offload half --num-experts 4")
     assert untested(run) == []
-    run = run_of("v-half", f"{BASE} --pp-slices 2 --fp8-format hybrid --fp4-format e2m1")
+    run = run_of("v-half", f"{TRAINED} --pp-slices 2 --fp8-format hybrid --fp4-format e2m1")
     (line,) = untested(run)
     assert line.startswith("not tested together: V placement with FP8, ")
     assert "slices with FP4" in line and "FP8 with FP4" not in line
