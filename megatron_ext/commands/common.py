@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -245,25 +244,9 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
 
 
 @contextmanager
-def output(path: str) -> Iterator[str]:
-    """Around writing ``path``: what the system refuses is a message.
-
-    Gives the name to write to. It becomes ``path`` once all is written, so that a full disk leaves
-    neither half a file nor none where one was.
-    """
-    final = Path(path).resolve()
-    part = final.with_name(f".{final.stem}.{os.getpid()}{final.suffix}")
+def writing(path: str) -> Iterator[None]:
+    """Around writing ``path``: what the system refuses is a message."""
     try:
-        mode = final.stat().st_mode if final.exists() else None
-        if (mode is not None and not stat.S_ISREG(mode)) or not os.access(final.parent, os.W_OK):
-            yield path
-            return
-        yield str(part)
-        if part.exists():
-            if mode is not None:
-                part.chmod(stat.S_IMODE(mode))
-            part.replace(final)
+        yield
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from ..schedule.generators import GENERATORS, BrokenGenerator
 from ..schedule.named import CapExceeded
 from ..schedule.simulate import simulate
 from ..view.table import columns
-from .common import JSON, InputError, Options, Parser, memory_cap, offloads, output, refuse_large
+from .common import JSON, InputError, Options, Parser, memory_cap, offloads, refuse_large, writing
 from .compared import asked_of, files_of, fitted, refuse_sizes
 from .numbers import Shown, json_of, page_of, table_of
 from .options import GROUPED, SHAPE_OF_ALL, SIZES, declare_offload
@@ -96,39 +94,15 @@ def _compare(args: argparse.Namespace) -> int:
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
     rows.sort(key=_place)  # stable: ties stay simplest first
     if args.output is not None:
-        with output(args.output) as path:
-            Path(path).write_text(page_of(rows), encoding="utf-8")
+        with writing(args.output):
+            Path(args.output).write_text(page_of(rows), encoding="utf-8")
     if args.json:
         print(json.dumps(_json(args, asked, rows, impossible)))
     else:
-        print(_table(args, asked, rows, impossible) + _more_chunks(asked, rows[0]))
+        print(_table(args, asked, rows, impossible))
     for text in broken:
         print(f"megatron-ext compare: {text}", file=sys.stderr)
     return 1 if broken else 0
-
-
-def _more_chunks(asked: ScheduleSpec, best: Shown) -> str:
-    """With few microbatches: a shorter order of more chunks, which a list of one number hides."""
-    if asked.chunks is not None or asked.microbatches > asked.pp or asked.cap is not None:
-        return ""
-    found: list[tuple[Fraction, str]] = []
-    for name, made in GENERATORS.items():
-        if not made.any_chunks:
-            continue
-        with contextlib.suppress(ValueError):
-            wide = replace(asked, chunks=_MORE_CHUNKS, effort=0)
-            run = simulate(fitted(wide, name)[0].schedule)
-            found.append((run.bubble, name))
-    if not found or min(found)[0] >= best.run.bubble:
-        return ""
-    bubble, name = min(found)
-    return (
-        f"\nwith few microbatches more chunks are shorter: --chunks {_MORE_CHUNKS} gives {name} a "
-        f"bubble of {percent(bubble)}"
-    )
-
-
-_MORE_CHUNKS = 4
 
 
 def _cuts(args: argparse.Namespace) -> list[argparse.Namespace]:

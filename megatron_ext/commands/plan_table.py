@@ -7,7 +7,7 @@ from typing import Any
 from ..plan.point import Point
 from ..schedule import save
 from ..view.table import columns
-from .common import InputError, output
+from .common import InputError, writing
 from .plan_baseline import gain, reference
 from .plan_text import assumptions_text, difference_text, report_text, table_of
 
@@ -73,5 +73,5 @@ def save_order(path: str, point: Point) -> None:
             f"--output {path}: the fastest is without a pipeline, which has no schedule; give --pp "
             "or --schedules for the fastest pipeline"
         )
-    with output(path) as target:
-        save(point.schedule(), target)
+    with writing(path):
+        save(point.schedule(), path)

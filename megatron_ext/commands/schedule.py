@@ -15,8 +15,8 @@ from .common import (
     Parser,
     hint,
     offloads,
-    output,
     schedule_of,
+    writing,
 )
 from .numbers import Shown, json_of
 from .options import declare_schedule
@@ -46,8 +46,8 @@ def _write_schedule(args: argparse.Namespace) -> None:
         progress(f"making {args.schedule}")
         schedule = schedule_of(args).unlowered()
     taken = time.perf_counter() - started
-    with output(args.output) as path:
-        save(schedule, path)
+    with writing(args.output):
+        save(schedule, args.output)
     if args.json:
         simulation, gap = simulated(schedule, args)
         shown = Shown(simulation, gap, taken, offloads(args))

@@ -11,15 +11,15 @@ from pathlib import Path
 from ..schedule import NAMES, Schedule, simulate
 from ..schedule.generators.made import generated_by
 from ..view import recorded, text, timeline
-from ..view.formats import RENDERERS, THEMES
+from ..view.formats import RENDERERS
 from .common import (
     InputError,
     Options,
     Parser,
-    output,
     positive,
     schedule_of,
     user_input,
+    writing,
 )
 from .compared import asked_of, fitted
 from .options import declare_schedule
@@ -41,14 +41,11 @@ _DRAWN = Options(
     {
         "--output PATH": f"write {', '.join(RENDERERS)} (.json: Chrome trace for ui.perfetto.dev); "
         "default: text on the terminal",
-        "--theme": "colours of an .svg: as the reader's system (auto, the default), or fixed",
-        "--width COLUMNS": "width of the text; 0: no wrapping (default: the terminal's, else 0)",
         "--measured DIR": "draw the run that --pp-trace DIR recorded below its plan (or the named "
         "schedule)",
         "--iteration N": "iteration of --measured (default: the last)",
     },
-    kinds={"--theme": tuple(THEMES), "--width": int, "--iteration": positive},
-    defaults={"--theme": "auto"},
+    kinds={"--iteration": positive},
 )
 
 
@@ -67,17 +64,15 @@ def _draw(args: argparse.Namespace) -> None:
         raise InputError(
             f"--output {args.output}: the suffix gives the format; use {', '.join(RENDERERS)}"
         )
-    if suffix is not None and args.width is not None:
-        raise InputError(f"--width {args.width} is for text; leave it or --output out")
     runs = _runs(args)
     if suffix is None:
-        width = _terminal_width(args.width)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
         print("\n".join(text.render(run, width) for run in runs), end="")
         _print_measured(runs)
         return
-    text_of = RENDERERS[suffix](runs, args.theme)
-    with output(args.output) as path:
-        Path(path).write_text(text_of, encoding="utf-8")
+    text_of = RENDERERS[suffix](runs)
+    with writing(args.output):
+        Path(args.output).write_text(text_of, encoding="utf-8")
     plans = [run for run in runs if run.label != "measured"]
     about = [f"{run.schedule.name}, pp {run.schedule.pp}" for run in plans]
     spans = [f"makespan {timeline.decimal(run.makespan)}" for run in plans]
@@ -130,9 +125,3 @@ def _schedules(args: argparse.Namespace) -> list[Schedule]:
         with user_input():
             found.append(fitted(asked_of(mine), name)[0].schedule)
     return found
-
-
-def _terminal_width(asked: int | None) -> int:
-    if asked is not None:
-        return max(asked, 0)
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0

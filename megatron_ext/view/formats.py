@@ -6,15 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 
 from . import page, svg, text, trace
-from .palette import THEMES
 from .timeline import Timeline
 
-__all__ = ["RENDERERS", "THEMES"]
-
-# Each takes one run, a planned and its measured one, or runs of several schedules; and the theme.
-RENDERERS: dict[str, Callable[[Sequence[Timeline], str], str]] = {
-    ".svg": lambda runs, theme: svg.render(*runs, theme=theme),
-    ".html": lambda runs, _: page.render(*runs),
-    ".json": lambda runs, _: json.dumps(trace.to_trace(list(runs))) + "\n",
-    ".txt": lambda runs, _: "\n".join(text.render(run) for run in runs),
+# Each takes one run, a planned and its measured one, or runs of several schedules.
+RENDERERS: dict[str, Callable[[Sequence[Timeline]], str]] = {
+    ".svg": lambda runs: svg.render(*runs),
+    ".html": lambda runs: page.render(*runs),
+    ".json": lambda runs: json.dumps(trace.to_trace(list(runs))) + "\n",
+    ".txt": lambda runs: "\n".join(text.render(run) for run in runs),
 }

@@ -35,7 +35,6 @@ INK, SOFT, IDLE, GRID = "#1f2933", "#64707d", "#e9ecf0", "#cfd5dc"
 AREA, LINE, MEASURED = "#c3d0e2", "#3d5a80", "#b5483a"
 GROUND, STRIP = "#ffffff", "#f5f6f8"
 
-THEMES = ("auto", "light", "dark")
 # What a dark ground changes; passes keep their colours.
 _ON_DARK = (
     f'svg{{fill:#e6ebf0}}rect[fill="{GROUND}"]{{fill:#12171d}}text[fill="{INK}"]{{fill:#e6ebf0}}'

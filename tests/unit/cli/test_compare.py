@@ -159,15 +159,3 @@ def test_compare_table_with_offload(run):
     assert any(line.startswith("v-zb") and line.endswith("  over the cap") for line in out)
     out = run(*argv[:5], "--offload", 2, "--offload-time", 1)[1]
     assert "  1f1b: cannot offload 2 chunks of a rank that has 1; give 0 to 1" in out
-
-
-def test_more_chunks_are_named_where_microbatches_are_few(run):
-    words = ["compare", "--pp", 8]
-    out = run(*words, "--microbatches", 4)[1].splitlines()[-1]
-    assert out.startswith("with few microbatches more chunks are shorter: --chunks 4 gives ")
-    name, bubble = out.split()[-6], float(out.split()[-2])
-    data = json.loads(run(*words, "--microbatches", 4, "--chunks", 4, "--json")[1])
-    (row,) = (row for row in data["schedules"] if row["schedule"] == name)
-    assert round(100 * row["bubble"], 1) == bubble
-    for more in (["--microbatches", 4, "--chunks", 4], ["--microbatches", 16]):
-        assert "more chunks" not in run(*words, *more)[1]

@@ -12,8 +12,6 @@ def test_show_text(run):
     status, out, _ = run("show", *options("1f1b", 2, 4))
     assert status == 0
     assert "rank 1 |...F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- ......|\n" in out
-    narrow = run("show", *options("1f1b", 2, 4), "--width", 40)[1]
-    assert max(len(line) for line in narrow.splitlines() if line.startswith("rank")) == 40
 
 
 def test_show_writes_what_the_suffix_says(run, tmp_path):

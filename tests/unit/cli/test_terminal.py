@@ -1,4 +1,4 @@
-"""Help, colours, progress, and files that are written whole or not at all."""
+"""Help, colours, progress, and what cannot be written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import time
 import pytest
 
 from megatron_ext import _terminal, cli
-from megatron_ext.commands.common import InputError, output
 from megatron_ext.commands.table import COMMANDS
 from megatron_ext.schedule import generate, simulate
 from megatron_ext.view import text, timeline
@@ -147,24 +146,6 @@ def test_control_c_is_one_line(run, monkeypatch):
     assert found == (130, "", "megatron-ext simulate: interrupted\n")
 
 
-def test_output_is_whole_or_as_before(tmp_path):
-    path = tmp_path / "a.svg"
-    with output(str(path)) as part:
-        (tmp_path / part).write_text("first")
-    path.chmod(0o640)
-    with pytest.raises(InputError, match="cannot write .*: No space left"):
-        with output(str(path)) as part:
-            (tmp_path / part).write_text("half of the sec")
-            raise OSError(28, "No space left on device")
-    assert path.read_text() == "first"
-    with output(str(path)) as part:
-        (tmp_path / part).write_text("second")
-    assert path.read_text() == "second" and path.stat().st_mode & 0o777 == 0o640
-    assert os.listdir(tmp_path) == ["a.svg"]
-    link = tmp_path / "link.svg"
-    link.symlink_to(path)
-    with output(str(link)) as part:
-        (tmp_path / part).write_text("third")
-    assert link.is_symlink() and path.read_text() == "third"
-    with output("/dev/null") as part:
-        assert part == "/dev/null"
+def test_a_file_that_cannot_be_written(run, tmp_path):
+    status, _, err = run("show", *WORDS[1:], "--output", tmp_path / "no" / "a.svg")
+    assert status == 2 and "cannot write" in err and err.count("\n") == 1

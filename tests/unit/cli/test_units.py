@@ -102,7 +102,7 @@ def test_compare_and_show(run):
     rows = {(row["schedule"], row.get("slices", 1)): row for row in data["schedules"]}
     assert len(rows) == 12 + 13
     assert rows["v-zb", 3]["makespan"] < rows["v-zb", 1]["makespan"]
-    out = run("show", "v-zb", *sizes, "--width", "200")[1]
+    out = run("show", "v-zb", *sizes)[1]
     assert "slices 3, makespan" in out and "F1/2" in out
 
 
