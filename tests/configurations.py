@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+
+from tests.support import ORDER_FILE
 
 LOOPED = ("interleaved", "interleaved-zb", "gis", "gis-h", "po")  # two chunks a rank in a loop
 SCHEDULES = ("v-half", "zb-h1", "v-zb", "interleaved-zb", "v-min", "1f1b", "v-cap", "zb-h2", "gis",
@@ -117,6 +120,7 @@ CONFIGURATIONS = {
         alone=False, schedules=ENDS_FREE,
     ),
     "one communicator a pipeline": C(UNTIED, pp=4, world=4, ours="--pp-p2p pipeline"),
+    "a schedule file": C(UNTIED, pp=4, world=4, schedules=("file",)),
     "layers by a layout": C(
         UNTIED, ours="--pipeline-model-parallel-layout LAYOUT",
         schedules=("v-half", "interleaved-zb"),
@@ -207,7 +211,7 @@ def of_ours(row: Configuration, schedule: str) -> tuple[list[str], int]:
     """Arguments and ranks of our run."""
     layout = "Et*2|t*2|t*3|tL" if schedule.startswith("v-") else "Et|t*3|t*2|t*2L"
     argv = _arguments(row, f"{row.flags} {row.ours.replace('LAYOUT', layout)}", row.pp)
-    argv += ["--pp-schedule", schedule]
+    argv += ["--pp-schedule", ORDER_FILE if schedule == "file" else schedule]
     if schedule in ("v-cap", "auto"):
         argv += ["--pp-memory-cap", "0.9" if row.pp > 2 else "1"]
     if schedule in LOOPED and "--pipeline-model-parallel-layout" not in argv:
@@ -228,7 +232,7 @@ def _arguments(row: Configuration, flags: str, pp: int) -> list[str]:
 def pairs(everything: bool = False) -> list[tuple[str, str]]:
     """(configuration, schedule): every configuration under a V and under a loop, and every schedule
     at least once; with ``everything`` all that there are."""
-    used, chosen = dict.fromkeys(SCHEDULES, 0), []
+    used, chosen = Counter[str](), []
     for name, row in CONFIGURATIONS.items():
         kinds = [
             [s for s in row.schedules if s.startswith(("v-", "dual")) is vee]

@@ -1,4 +1,4 @@
-"""Runs one small GPT under stock schedules and under ours, on four gloo ranks; see test_numerics.
+"""Runs one small GPT under stock schedules and under ours, on four gloo ranks.
 
 The parameters are functions of their global names, so every partition starts from the same weights.
 A result is {"losses": [bytes], "gradients": {global name: bytes}, "traces": {rank: text}, ...}.
@@ -35,102 +35,9 @@ from megatron_ext.integration.feature import Run  # noqa: E402
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
 from megatron_ext.schedule import AUTO, save  # noqa: E402
-from tests.support import ORDER_FILE  # noqa: E402
-from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
 
 WORLD, LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH, VOCAB = 4, 8, 32, 4, 16, 2, 64
-
-# name -> pp, schedule (None: stock), chunks, and what differs from fp32, m=8, untied.
-CASES: dict[str, dict[str, Any]] = {
-    "stock": {"pp": 4},
-    "stock-interleaved": {"pp": 4, "chunks": 2},
-    "1f1b": {"pp": 4, "schedule": "1f1b"},
-    "interleaved": {"pp": 4, "schedule": "interleaved", "chunks": 2},
-    "zb-h1": {"pp": 4, "schedule": "zb-h1"},
-    "v-half": {"pp": 4, "schedule": "v-half", "chunks": 2},
-    "v-zb": {"pp": 4, "schedule": "v-zb", "chunks": 2},
-    "dualpipev": {"pp": 4, "schedule": "dualpipev", "chunks": 2},
-    "zb-h2": {"pp": 4, "schedule": "zb-h2"},
-    "interleaved-zb": {"pp": 4, "schedule": "interleaved-zb", "chunks": 2},
-    "gis-h": {"pp": 4, "schedule": "gis-h", "chunks": 2},
-    "po": {"pp": 4, "schedule": "po", "chunks": 2},
-    "v-min": {"pp": 4, "schedule": "v-min", "chunks": 2},
-    "v-cap": {"pp": 4, "schedule": "v-cap", "chunks": 2, "cap": "0.875"},
-    "gis": {"pp": 4, "schedule": "gis", "chunks": 2},
-    # Under this cap and at these costs it is v-half that auto takes.
-    "auto": {"pp": 4, "schedule": "auto", "chunks": 2, "cap": "0.75"},
-    "auto-m3": {"pp": 4, "schedule": "auto", "chunks": 2, "cap": "0.75", "m": 3, "full_m": 8},
-    "file": {"pp": 4, "schedule": ORDER_FILE, "chunks": 2},
-    "stock-m3": {"pp": 4, "m": 3},
-    "v-half-m3": {"pp": 4, "schedule": "v-half", "chunks": 2, "m": 3},
-    "interleaved-m3": {"pp": 4, "schedule": "interleaved", "chunks": 2, "m": 3},
-    "stock-forward": {"pp": 4, "forward_only": True},
-    "v-half-forward": {"pp": 4, "schedule": "v-half", "chunks": 2, "forward_only": True},
-    # A file is for one number of microbatches in training, for any in evaluation.
-    "stock-forward-m3": {"pp": 4, "m": 3, "forward_only": True},
-    "file-forward-m3": {
-        "pp": 4,
-        "schedule": ORDER_FILE,
-        "chunks": 2,
-        "m": 3,
-        "file_m": 8,
-        "forward_only": True,
-    },
-    "stock-overlap-bf16": {"pp": 2, "bf16": True, "overlap": True},
-    "zb-h1-overlap-bf16": {"pp": 2, "schedule": "zb-h1", "bf16": True, "overlap": True},
-    "v-zb-overlap-bf16": {"pp": 2, "schedule": "v-zb", "chunks": 2, "bf16": True, "overlap": True},
-    "stock-tied": {"pp": 4, "tied": True},
-    "v-half-tied": {"pp": 4, "schedule": "v-half", "chunks": 2, "tied": True},
-    "stock-lengths": {"pp": 4, "lengths": True},
-    "zb-h1-lengths": {"pp": 4, "schedule": "zb-h1", "lengths": True},
-    "v-half-lengths": {"pp": 4, "schedule": "v-half", "chunks": 2, "lengths": True},
-    "stock-tokens": {"pp": 4, "lengths": True, "config": {"calculate_per_token_loss": True}},
-    "v-half-tokens": {
-        "pp": 4,
-        "schedule": "v-half",
-        "chunks": 2,
-        "lengths": True,
-        "config": {"calculate_per_token_loss": True},
-    },
-    # Through the library's doors.
-    "zb-h1-enabled": {"pp": 4, "schedule": "zb-h1", "door": "enable"},
-    "interleaved-zb-enabled": {
-        "pp": 4,
-        "schedule": "interleaved-zb",
-        "chunks": 2,
-        "door": "enable",
-        "options": {"offload": "half", "offload_time": "0.25"},
-    },
-    "v-half-tied-enabled": {
-        "pp": 4,
-        "schedule": "v-half",
-        "chunks": 2,
-        "tied": True,
-        "door": "enable",
-        "finalizes": True,  # the trainer itself, not by the model's configuration
-    },
-    "v-zb-overlap-bf16-enabled": {
-        "pp": 2,
-        "schedule": "v-zb",
-        "chunks": 2,
-        "bf16": True,
-        "overlap": True,
-        "door": "enable",
-    },
-    "zb-h1-dropped-in": {"pp": 4, "schedule": "zb-h1", "door": "forward_backward_func"},
-    # In slices, offloaded too, through both doors.
-    "1f1b-slices": {"pp": 4, "schedule": "1f1b", "door": "enable", "options": {"slices": 3}},
-    "zb-h1-slices-dropped-in": {
-        "pp": 4,
-        "schedule": "zb-h1",
-        "door": "forward_backward_func",
-        "options": {"slices": 3, "offload": "full", "offload_time": "0.1"},
-    },
-    # Captured in the first step, replayed in two, with an evaluation before each.
-    "stock-recompute": {"pp": 2, "recompute": True},
-    "v-half-recompute": {"pp": 2, "schedule": "v-half", "chunks": 2, "recompute": True},
-}
 
 
 def initialize(pp: int, chunks: int, **parallel: Any) -> None:
@@ -391,7 +298,3 @@ def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
     if rank == 0:
         (folder / "result.pickle").write_bytes(pickle.dumps(result))
     dist.barrier()
-
-
-if __name__ == "__main__":
-    serve(CASES, rank_main, WORLD)
