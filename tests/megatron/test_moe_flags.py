@@ -101,3 +101,11 @@ def test_recipes_with_scales_of_a_call() -> None:
     require_allowed(arguments(fp8=None, fp8_recipe="delayed"), {CHUNKS})  # Megatron's defaults
     with pytest.raises(ConfigError, match="delayed FP8 scales"):
         require_allowed(arguments(fp8="e4m3", fp8_recipe=Fp8Recipe.delayed), {CHUNKS})
+
+
+def test_passes_are_not_measured_while_plans_are_tried() -> None:
+    """An order made for the times of one plan would run another."""
+    from megatron_ext.integration.features.profile import _unmeasured
+
+    assert not _unmeasured(arguments())
+    assert _unmeasured(arguments(moe_memory_reuse="auto"))

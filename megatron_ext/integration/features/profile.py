@@ -28,7 +28,8 @@ DEFAULT_STEPS = 2  # on CUDA devices
 _WARM_UP = {"cuda": 2}
 # Options under which nothing is measured by default: a captured or paired pass has no time of its
 # own, microbatches of a step's own lengths have an order of their own, passes of a sharded
-# vocabulary are not measured, and a user's costs are meant.
+# vocabulary are not measured, a user's costs are meant, and plans of MoE layers that are tried
+# change the times of passes.
 _UNMEASURED = (
     *("pp_cost", "pp_vocab_parallel", "pp_slice_tokens", "overlap_moe_expert_parallel_comm"),
     *("enable_cuda_graph", "external_cuda_graph"),
@@ -116,7 +117,9 @@ class ProfileSteps(Feature):
 def _unmeasured(args: MegatronArgs) -> bool:
     lengths = getattr(args, "pp_microbatch_costs", None) not in (None, "equal")
     graphs = getattr(args, "cuda_graph_impl", None) not in (None, "none")
-    return lengths or graphs or any(getattr(args, name, None) for name in _UNMEASURED)
+    moe = "moe_pipeline_chunks", "moe_memory_reuse"
+    tries = any(getattr(args, name, None) == "auto" for name in moe)
+    return lengths or graphs or tries or any(getattr(args, name, None) for name in _UNMEASURED)
 
 
 def durations(recorders: Iterable[tuple[Recorder, Placement]]) -> list[Duration]:
