@@ -123,7 +123,8 @@ def main() -> int:
             before = data["parts"].get(name, {})
             if "failed" not in part or len(before.get("rows", ())) <= len(part.get("rows", ())):
                 data["parts"][name] = part
-            save(args.output, args.stem, data)
+            if data["about"]:  # else nothing has begun anywhere: earlier results stay
+                save(args.output, args.stem, data)
     problems = wrong(data["parts"])
     print("\n".join(problems) or "nothing is wrong", flush=True)
     return int(bool(problems))
