@@ -24,7 +24,6 @@ from ..schedule import (
     select,
 )
 from ..schedule.costs import with_stage_file
-from ..schedule.generators import default_effort
 from ..schedule.io import load as load_file
 from ..schedule.io import read as read_schedule
 from ..schedule.memory_cap import ShareCap, parse_cap
@@ -139,7 +138,6 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         replace(costs_of(args, getattr(args, "costs", Costs())), units=shares),
         memory_cap(args),
         args.group_size,
-        effort=default_effort(),
         barriers=int(args.vocabulary is not None),
         overlap=args.overlap,
         slices=slices,

@@ -113,8 +113,7 @@ class _Shared(NamedTuple):
     @classmethod
     def of(cls, vocabulary: Vocabulary, d: Durations) -> _Shared:
         s, t, e, g = d.vocabulary
-        between, behind = (s + t, 0) if vocabulary.barriers == 2 else (s, t)
-        return cls(e, between, behind + g) if vocabulary.embeddings else cls(0, between, behind)
+        return cls(e, s, t + g) if vocabulary.embeddings else cls(0, s, t)
 
 
 class _Way(NamedTuple):

@@ -13,7 +13,6 @@ from .link import Link
 from .placement import Placement
 from .schedule import FILE_FORMAT, Arrangement, Schedule, ScheduleError
 from .units import check_slices, units_of
-from .vocabulary import BARRIERS
 
 _LONGEST_NAME = 200
 _FIELDS = (
@@ -101,8 +100,8 @@ def from_json(data: Any) -> Schedule:
         )
     if len(ranks) != placement.pp:
         raise ScheduleError(f"{len(ranks)} action lists for pp={placement.pp}; give one a rank")
-    if barriers > max(BARRIERS):
-        raise ScheduleError(f"vocabulary_barriers must be 1 or 2, got {barriers}")
+    if barriers > 1:
+        raise ScheduleError(f"vocabulary_barriers must be 0 or 1, got {barriers}")
     return Schedule(
         *(name, placement, microbatches, ranks, costs),
         link=link,

@@ -205,7 +205,7 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
     cap, growth = option.memory_cap, None
     if spec.barriers and cap is not None:
         # Vocabulary passes take what is between the generator's cap and the one asked for.
-        more = Fraction(spec.placement.chunks * spec.barriers, min(spec.slices or (1,)))
+        more = Fraction(spec.placement.chunks, min(spec.slices or (1,)))
         least = Fraction(v_cap_limits(spec.pp)[0])
         base = max(least, cap - more)
         cap, growth = base, cap - base
@@ -225,7 +225,7 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
         schedule = join(schedule, _joint_sets(spec, schedule, cap))
     if not spec.barriers:
         return schedule
-    return add_vocabulary(schedule, spec.barriers, growth, quick=not spec.effort)
+    return add_vocabulary(schedule, growth, quick=not spec.effort)
 
 
 def _joint_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | Fraction | None) -> int | None:

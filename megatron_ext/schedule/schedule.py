@@ -69,8 +69,7 @@ class Schedule:
         costs: what the order was made for; a file keeps them.
         note: why it is this one, where something was chosen (``auto``); else empty.
         link: transfer times of offloaded sets; None if there are none.
-        barriers: between the last stage's F and B if the output layer is sharded over all ranks
-            (``vocabulary``); 0: it is not.
+        barriers: 1 if the vocabulary is sharded over all ranks (``vocabulary``), else 0.
         slices: that each microbatch is cut into (``units``); empty: none is.
         joined: all slices of a microbatch have one W, named after the first slice, whose B is the
             last.
@@ -170,7 +169,7 @@ class Schedule:
         if not self.barriers:
             return None
         embeddings = any(a.op is E for row in self.ranks for a in passes(row))
-        return Vocabulary(self.placement, self.barriers, embeddings, not self.is_forward_only)
+        return Vocabulary(self.placement, embeddings, not self.is_forward_only)
 
     @cached_property
     def is_forward_only(self) -> bool:

@@ -109,8 +109,8 @@ class ScheduleSpec:
         slices: that each microbatch is cut into; empty: none is.
         joined: one W for all slices of a microbatch.
         reorder: microbatches may run in another order than the costs give them in.
-        barriers: of a vocabulary that is sharded over all ranks (``vocabulary``), whose passes'
-            times the costs have; 0: it is not sharded. The cap is of the whole schedule.
+        barriers: 1 if the vocabulary is sharded over all ranks (``vocabulary``), whose passes'
+            times the costs have, else 0. The cap is of the whole schedule.
     """
 
     name: str

@@ -3,18 +3,16 @@
 Every rank has a part of the embedding's and of the output layer's vocabulary, and a pass of its own
 for every microbatch. All of them name their rank's first stage: ``S4.1``.
 
-- ``S``: the rank's logits of the last stage's output, and their statistics (section 4). With one
-  barrier (algorithm 2) also its part of the input gradient, up to a factor.
-- ``T``: gradient of the rank's output weights; with two barriers (algorithm 1) also its part of the
-  input gradient.
+- ``S``: the rank's logits of the last stage's output, their statistics (section 4), and its part of
+  the input gradient, up to a factor: one barrier between the last F and the first B (algorithm 2).
+- ``T``: gradient of the rank's output weights.
 - ``E``, ``G``: the rank's part of the embeddings, and the gradient of its embedding weights.
 
 Between them are collectives of all ranks, asynchronous, one after the other: ``SHARE_X`` gives the
-last stage's output to all; ``JOIN_S`` joins the statistics (with one barrier the input gradient
-too, on the last stage's rank); with one barrier ``SHARE_D`` gives the gradient of every token's
-loss, which the last stage's B computes first of all, to all; with two ``JOIN_T`` joins the input
-gradient; ``JOIN_E`` joins the embeddings on the first stage's rank; ``SHARE_G`` gives their
-gradient to all.
+last stage's output to all; ``JOIN_S`` joins the statistics and the input gradient on the last
+stage's rank; ``SHARE_D`` gives the gradient of every token's loss, which the last stage's B
+computes first of all, to all; ``JOIN_E`` joins the embeddings on the first stage's rank;
+``SHARE_G`` gives their gradient to all.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from .actions import Action, AnyAction, Op, Operation
 from .effects import passes, peak, results
 from .placement import Placement
 
-BARRIERS = (1, 2)
 AHEAD = 2  # microbatches whose embeddings are there before stage 0 has begun the first of them
 
 
@@ -39,7 +36,6 @@ class VocabularyOp(Operation):
     SHARE_X = "SHARE_X"
     JOIN_S = "JOIN_S"
     SHARE_D = "SHARE_D"
-    JOIN_T = "JOIN_T"
     JOIN_E = "JOIN_E"
     SHARE_G = "SHARE_G"
 
@@ -54,7 +50,6 @@ class Vocabulary:
 
     Args:
         placement: of the stages.
-        barriers: between the last stage's F and its B: 1 or 2.
         embeddings: the embedding is sharded too.
         training: there are backward passes; without them (evaluation) E and S are all there is.
 
@@ -66,11 +61,9 @@ class Vocabulary:
     """
 
     def __init__(
-        self, placement: Placement, barriers: int, embeddings: bool = True, training: bool = True
+        self, placement: Placement, embeddings: bool = True, training: bool = True
     ) -> None:
-        if barriers not in BARRIERS:
-            raise ValueError(f"vocabulary layers have 1 or 2 barriers, got {barriers}")
-        self.barriers, self.embeddings, self.training = barriers, embeddings, training
+        self.embeddings, self.training = embeddings, training
         self.last = placement.num_stages - 1
         self.stages = [row[0] for row in placement.stages]
 
@@ -81,11 +74,9 @@ class Vocabulary:
         # Of every collective: what it carries, and who waits for it.
         table: dict[VocabularyOp, tuple[_Ends, _Ends]] = {
             VocabularyOp.SHARE_X: ([(Op.F, self.last)], every(S)),
-            VocabularyOp.JOIN_S: (every(S), last_b if barriers == 1 else every(T)),
+            VocabularyOp.JOIN_S: (every(S), last_b),
         }
-        if training and barriers == 2:
-            table[VocabularyOp.JOIN_T] = every(T), last_b
-        elif training:
+        if training:
             table[VocabularyOp.SHARE_D] = last_b, every(T)
         if embeddings:
             table[VocabularyOp.JOIN_E] = every(E), [(Op.F, 0)]

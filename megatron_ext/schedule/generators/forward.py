@@ -23,7 +23,7 @@ def forward_only(placement: Placement, microbatches: int, barriers: int = 0) -> 
             it waits for has that time. 0: the vocabulary is not sharded.
 
     Raises:
-        ValueError: fewer than one microbatch, or ``barriers`` is not 0, 1 or 2.
+        ValueError: fewer than one microbatch.
     """
     if microbatches < 1:
         raise ValueError(f"forward-only needs at least 1 microbatch, got {microbatches}")
@@ -31,7 +31,7 @@ def forward_only(placement: Placement, microbatches: int, barriers: int = 0) -> 
     following = [0] * n  # next microbatch of each stage
     ranks: list[list[Action]] = [[] for _ in range(placement.pp)]
     left = n * microbatches
-    shared = Vocabulary(placement, barriers, training=False) if barriers else None
+    shared = Vocabulary(placement, training=False) if barriers else None
     begun: dict[VocabularyOp, int] = {E: 0, S: 0}
 
     def every_rank(op: VocabularyOp, until: int) -> None:

@@ -1,8 +1,8 @@
 """Vocabulary passes in any order: output layer and embedding of all ranks (arXiv 2411.05288).
 
 The passes S of a microbatch stand between its last F and its first B. All ranks have one, so all
-backward passes come one period later, or two with two barriers; every rank keeps as many
-microbatches more (section 5). S and T go where in that time they cost least, and a list scheduler
+backward passes come one period later; every rank keeps one microbatch
+more (section 5). S and T go where in that time they cost least, and a list scheduler
 with so much more memory shortens warm-up and cool-down.
 """
 
@@ -24,21 +24,19 @@ from .request import LONG
 
 
 def add_vocabulary(
-    schedule: Schedule, barriers: int = 1, growth: Fraction | None = None, *, quick: bool = False
+    schedule: Schedule, growth: Fraction | None = None, *, quick: bool = False
 ) -> Schedule:
     """Insert the vocabulary passes of all ranks, and reorder for their times.
 
     Args:
         schedule: compute actions, no joint ones; its costs are those of the stages without
             vocabulary layers, with the times of vocabulary passes.
-        barriers: between the last stage's F and its B.
-        growth: activation sets by which the peak of a rank may grow; None: those of as many
-            microbatches as there are barriers, or slices of them.
+        growth: activation sets by which the peak of a rank may grow; None: those of one
+            microbatch, or of a slice.
         quick: try few of the ways.
 
     Raises:
         ScheduleError: joint, offload or vocabulary actions, or costs without vocabulary passes.
-        ValueError: ``barriers`` is neither 1 nor 2.
     """
     if schedule.costs.vocabulary is None:
         raise ScheduleError("the costs have no times of vocabulary passes")
@@ -48,13 +46,13 @@ def add_vocabulary(
                 text = f"{action} cannot stand beside vocabulary passes that are to be inserted"
                 raise schedule.fault(rank, position, text)
     placement, durations = schedule.placement, schedule.costs.durations(schedule.placement)
-    output = Vocabulary(placement, barriers, embeddings=False)
+    output = Vocabulary(placement, embeddings=False)
     costs, whole = schedule.unit_costs()
     units = schedule.units
-    more = taken(schedule, barriers) if growth is None else growth
+    more = taken(schedule) if growth is None else growth
     caps = [held + int(more * whole) for held in peak_sets(schedule.ranks, costs)]
 
-    plain = replace(schedule, barriers=barriers)
+    plain = replace(schedule, barriers=1)
 
     def scored(orders: RankActions) -> _Scored:
         end = Replay(plain.with_ranks(orders), durations).makespan()
@@ -86,13 +84,13 @@ def add_vocabulary(
                 found.append(scored(tasks.actions(listed)))
     best = min(found, key=lambda one: one[0])[1]
     made = schedule.with_ranks(named(best, units) if schedule.slices else best)
-    return _with_embeddings(replace(made, barriers=barriers))
+    return _with_embeddings(replace(made, barriers=1))
 
 
-def taken(schedule: Schedule, barriers: int) -> Fraction:
+def taken(schedule: Schedule) -> Fraction:
     """Activation sets by which the peak of a rank grows at most, of whole microbatches."""
     costs, whole = schedule.unit_costs()
-    return Fraction(schedule.chunks * barriers * max(unit.size for unit in costs), whole)
+    return Fraction(schedule.chunks * max(unit.size for unit in costs), whole)
 
 
 # Gap of the list schedules, and what is preferred.
@@ -109,7 +107,7 @@ _FINER = 16  # units of time of a unit of the simulation
 
 
 class _Delayed:
-    """A schedule whose backward passes come later: by one microbatch's work for each barrier.
+    """A schedule whose backward passes come later: by one microbatch's work.
 
     In the steady state that is one more microbatch in flight, and every rank's passes are in the
     order that they had, one turn later. In between there is time for the passes of all ranks.
@@ -133,7 +131,7 @@ class _Delayed:
         self._run = run = simulate(schedule)
         work = schedule.costs.per_rank_work(schedule.placement)
         self._period = int(max(work) * run.scale) * _FINER
-        most = min(max(microbatches, Fraction(0)), Fraction(vocabulary.barriers))
+        most = min(max(microbatches, Fraction(0)), Fraction(1))
         for quarters in (4, 3, 2, 1, 0):
             delay = int(self._period * most * quarters / 4)
             self._timed = [self._row(rank, delay) for rank in range(schedule.pp)]
@@ -153,9 +151,8 @@ class _Delayed:
         return sorted(row, key=lambda one: one[0])
 
     def orders(self, s_quarters: int, t_quarters: int) -> RankActions:
-        """With S so many quarters of a period behind the last stage's F, and T behind its B, or
-        with two barriers behind S; what B waits for stands before it. S's come in the order of the
-        F's, T's in that of the B's."""
+        """With S so many quarters of a period behind the last stage's F, and T behind its B; what
+        B waits for stands before it. S's come in the order of the F's, T's in that of the B's."""
         out: RankActions = []
         s_wait, t_wait = (self._period * quarters // 4 for quarters in (s_quarters, t_quarters))
         s_at: dict[int, int] = {}
@@ -166,12 +163,8 @@ class _Delayed:
         for own, row in zip(self._vocabulary.stages, self._timed):
             timed = [(start, 2, action) for start, _, action in row]
             timed += [(s_at[j], 0, Action(S, own, j)) for j in sorted(s_at)]
-            latest = 0
-            for j, (begin, end) in self._backward.items():
-                t = end + t_wait
-                if self._vocabulary.barriers == 2:
-                    t = latest = max(latest, min(s_at[j] + t_wait, begin))
-                timed.append((t, 1, Action(T, own, j)))
+            for j, (_, end) in self._backward.items():
+                timed.append((end + t_wait, 1, Action(T, own, j)))
             out.append([action for *_, action in sorted(timed, key=lambda one: one[:2])])
         return out
 
@@ -181,7 +174,7 @@ _Timed = tuple[int, int, Action]  # start, end
 
 def _with_embeddings(schedule: Schedule) -> Schedule:
     """E of all ranks two microbatches ahead of stage 0; G once its gradient is there."""
-    vocabulary = Vocabulary(schedule.placement, schedule.barriers)
+    vocabulary = Vocabulary(schedule.placement)
     run = simulate(schedule)
     begin: dict[int, int] = {}
     ready: dict[int, int] = {}

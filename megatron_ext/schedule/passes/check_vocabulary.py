@@ -20,7 +20,7 @@ def check_passes(schedule: Schedule, where: _Where) -> None:
         if not isinstance(action.op, VocabularyOp):
             continue
         if vocabulary is None:
-            text = f'{action} needs a number of barriers ("vocabulary_barriers" in a file)'
+            text = f'{action} needs "vocabulary_barriers": 1 in the file'
             raise schedule.fault(rank, position, text)
         if action.stage != vocabulary.stages[rank]:
             text = f"{action} must name its rank's first stage, {vocabulary.stages[rank]}"
@@ -59,7 +59,7 @@ def check_collectives(schedule: Schedule, where: _Where) -> None:
     for action, (rank, position) in where.items():
         if action.op.is_collective and action not in needed:
             kind = "" if vocabulary.training else " in a forward-only schedule"
-            text = f"{action} is not needed with {schedule.barriers} barriers{kind}"
+            text = f"{action} is not needed{kind}"
             raise schedule.fault(rank, position, text)
     for action in needed:
         if action not in where:

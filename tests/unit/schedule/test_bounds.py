@@ -227,16 +227,15 @@ def test_vocabulary_passes(name: str) -> None:
         )
         base = generate(name, pp, m, costs=costs, effort=0.02)
         fused = not base.splits_backward
-        for barriers in (1, 2):
-            schedule = add_vocabulary(base, barriers)
-            run, vocabulary = simulate(schedule), schedule.vocabulary
-            bounds = [
-                lower_bound(base.placement, m, costs, cap, fused=fused, vocabulary=some).value
-                for some in (vocabulary, None)
-                for cap in (max(run.peak_sets), None)
-            ]
-            assert run.makespan >= bounds[0] >= bounds[1] >= bounds[3]
-            assert bounds[0] >= bounds[2] >= bounds[3]
+        schedule = add_vocabulary(base)
+        run, vocabulary = simulate(schedule), schedule.vocabulary
+        bounds = [
+            lower_bound(base.placement, m, costs, cap, fused=fused, vocabulary=some).value
+            for some in (vocabulary, None)
+            for cap in (max(run.peak_sets), None)
+        ]
+        assert run.makespan >= bounds[0] >= bounds[1] >= bounds[3]
+        assert bounds[0] >= bounds[2] >= bounds[3]
 
 
 def test_way_of_one_microbatch_with_vocabulary_passes() -> None:
@@ -244,22 +243,18 @@ def test_way_of_one_microbatch_with_vocabulary_passes() -> None:
     costs = Costs.of(2, 3, 1, "0.5", vocabulary=["0.25", "0.125", "0.5", "4", "0.1"])
     for name, pp in product(("1f1b", "zb-h1"), (2, 5)):
         base = generate(name, pp, 1, costs=costs)
-        for barriers, loss in ((1, Fraction("0.45")), (2, Fraction("0.675"))):
-            schedule = add_vocabulary(base, barriers)
-            fused = not base.splits_backward
-            bound = lower_bound(
-                base.placement, 1, costs, fused=fused, vocabulary=schedule.vocabulary
-            )
-            way = Fraction("0.6") + 5 * pp + pp - 1 + loss + fused * pp + Fraction("4.1")
-            assert bound == (way, "way")
-            # ZB-H1 puts the first rank's W before its G.
-            assert simulate(schedule).makespan == way + (0 if fused else Fraction("0.9"))
+        schedule, fused = add_vocabulary(base), not base.splits_backward
+        bound = lower_bound(base.placement, 1, costs, fused=fused, vocabulary=schedule.vocabulary)
+        way = Fraction("5.15") + 5 * pp + pp - 1 + fused * pp
+        assert bound == (way, "way")
+        # ZB-H1 puts the first rank's W before its G.
+        assert simulate(schedule).makespan == way + (0 if fused else Fraction("0.9"))
 
 
 def test_bound_of_memory_with_vocabulary_passes() -> None:
     """With one set a rank's microbatches follow each other, each with its barrier."""
     costs = Costs.of(2, 3, 1, "0.5", vocabulary=["0.25", "0.125", "0.5", "0.5", "0.1"])
     placement = Placement.loop(4)
-    bound = lower_bound(placement, 6, costs, 1, vocabulary=Vocabulary(placement, 1))
+    bound = lower_bound(placement, 6, costs, 1, vocabulary=Vocabulary(placement))
     assert bound.kind == "lifespan"
     assert bound.value == Fraction("0.6") + 6 * (5 * 4 + 1 + 3 + Fraction("0.45"))

@@ -40,18 +40,17 @@ def costs(vocabulary=SMALL, hop=HOP):
     return Costs.of(1, 1, 1, hop, vocabulary=vocabulary)
 
 
-def made(name, pp, microbatches, barriers, **options):
+def made(name, pp, microbatches, **options):
     base = generate(name, pp, microbatches, costs=costs(**options))
-    return base, add_vocabulary(base, barriers)
+    return base, add_vocabulary(base)
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), sampled(GRID, GRID[:2]))
-@pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_takes_them(name, barriers, pp, microbatches):
-    base, schedule = made(name, pp, microbatches, barriers)
+def test_every_schedule_takes_them(name, pp, microbatches):
+    base, schedule = made(name, pp, microbatches)
     report = check(schedule)
-    assert schedule.compute() == schedule and schedule.barriers == barriers
+    assert schedule.compute() == schedule and schedule.barriers == 1
     for row, own, plain in zip(schedule.ranks, schedule.placement.stages, base.ranks):
         kept = [action for action in row if isinstance(action.op, Op)]
         assert sorted(kept) == sorted(plain)
@@ -60,7 +59,7 @@ def test_every_schedule_takes_them(name, barriers, pp, microbatches):
             assert [action for action in row if action.op is op] == every
     before = simulate(base).peak_sets
     for sets, was in zip(report.peak_sets, before):
-        assert sets <= was + barriers * base.chunks
+        assert sets <= was + base.chunks
     lowered = lower(schedule)
     check(lowered)
     assert from_json(json.loads(json.dumps(lowered.to_json()))) == replace(lowered, name=name)
@@ -68,20 +67,19 @@ def test_every_schedule_takes_them(name, barriers, pp, microbatches):
 
 
 @pytest.mark.parametrize("counts", ["3", "1423"])
-@pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("name", sampled(NAMES, FEW))
-def test_slices_have_their_own(name, barriers, counts):
+def test_slices_have_their_own(name, counts):
     """In the order of their F's and B's; a pipeline of slices idles less than one of wholes."""
     slices = [int(n) for n in counts]
     base = generate(name, 4, 4, costs=costs(), slices=slices * (4 // len(slices)), effort=0)
-    schedule = add_vocabulary(base, barriers, quick=True)
+    schedule = add_vocabulary(base, quick=True)
     check(schedule)
     units = schedule.units
     falling = sorted(units, key=lambda unit: (unit.microbatch, -unit.slice))
     for row, own in zip(schedule.ranks, schedule.placement.stages):
         for op, order in ((S, units), (E, units), (T, falling), (G, falling)):
             assert [a for a in row if a.op is op] == [Action(op, own[0], unit) for unit in order]
-    more = Fraction(barriers, min(slices))
+    more = Fraction(1, min(slices))
     before = base.peak_activation()
     assert all(a <= b + more for a, b in zip(schedule.peak_activation(), before))
     lowered = lower(schedule)
@@ -92,28 +90,26 @@ def test_slices_have_their_own(name, barriers, counts):
     assert run.bubble == 1 - work / run.makespan
     assert max(run.peak_vocabulary) <= 4 and run.peak_vocabulary[0] % Fraction(1, 12) == 0
     if slices == [3]:
-        whole = add_vocabulary(generate(name, 4, 4, costs=costs(), effort=0), barriers, quick=True)
+        whole = add_vocabulary(generate(name, 4, 4, costs=costs(), effort=0), quick=True)
         assert run.makespan < simulate(whole).makespan
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("name", sampled(NAMES, FEW))
-def test_no_bubble_repeats(name, barriers):
+def test_no_bubble_repeats(name):
     """Of eight more microbatches each takes what its passes do, as without vocabulary layers."""
     lengths = []
     for microbatches in (24, 32):
-        base, schedule = made(name, 4, microbatches, barriers, hop=0)
+        base, schedule = made(name, 4, microbatches, hop=0)
         lengths.append([simulate(one).makespan for one in (base, schedule)])
     plain, sharded = (long - short for short, long in zip(*lengths))
     work = 8 * (3 + sum(map(Fraction, SMALL[:4])))
     assert sharded - work <= plain - 24 + work / 50
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("name", sampled(NAMES, FEW))
-def test_offload_beside_them(name, barriers):
+def test_offload_beside_them(name):
     """Their order and times stay, also those of S, which the last stage's late F's must reach."""
-    _, schedule = made(name, 4, 12, barriers)
+    _, schedule = made(name, 4, 12)
     alone = simulate(schedule)
     plan = offload_pass(schedule, Link.of(4, "0.25"), "auto")
     lowered = lower(plan.schedule)
@@ -127,18 +123,17 @@ def test_offload_beside_them(name, barriers):
     assert from_json(json.loads(json.dumps(lowered.to_json()))) == replace(lowered, name=name)
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("name", sampled(NAMES, FEW))
-def test_microbatches_between_s_and_t(name, barriers):
+def test_microbatches_between_s_and_t(name):
     """As many as overlap in simulated time; few, whatever the number of microbatches and ranks."""
-    run = simulate(made(name, 5, 15, barriers)[1])
+    run = simulate(made(name, 5, 15)[1])
     for rank, peak in enumerate(run.peak_vocabulary):
         timed = list(zip(run.schedule.ranks[rank], run.start[rank], run.end[rank]))
         begins = [start for action, start, _ in timed if action.op is S]
         ends = [end for action, _, end in timed if action.op is T]
         assert peak == max(sum(b <= at < e for b, e in zip(begins, ends)) for at in begins)
         assert 1 <= peak <= 4
-    assert simulate(forward_only(Placement.loop(2), 3, barriers)).peak_vocabulary == [0, 0]
+    assert simulate(forward_only(Placement.loop(2), 3, 1)).peak_vocabulary == [0, 0]
 
 
 def test_copies_are_planned_for_times_that_can_be():
@@ -154,7 +149,7 @@ def test_heavy_last_stage_against_all_ranks():
     """Output layer of four F's: all ranks have a part of it, and no rank is waited for."""
     stages = [["1", "1", "1"] for _ in range(7)] + [["5", "5", "5"]]
     heavy = simulate(generate("1f1b", 8, 32, costs=Costs.of(stages=stages))).makespan
-    _, schedule = made("1f1b", 8, 32, 1, vocabulary=["1", "0.5", "0.01", "0.01", "0"], hop=0)
+    _, schedule = made("1f1b", 8, 32, vocabulary=["1", "0.5", "0.01", "0.01", "0"], hop=0)
     found = simulate(schedule)
     assert found.makespan < heavy / 2 and found.bubble < Fraction(1, 4)
 
@@ -164,8 +159,6 @@ def test_what_cannot_take_them():
         add_vocabulary(generate("1f1b", 2, 2))
     with pytest.raises(ScheduleError, match=r"F0\.\d\+BW.* cannot stand beside"):
         add_vocabulary(generate("dualpipev", 2, 8, costs=costs()))
-    with pytest.raises(ValueError, match="1 or 2 barriers, got 3"):
-        add_vocabulary(generate("1f1b", 2, 2, costs=costs()), 3)
     for times in (["1", "1"], ["1", "1", "0", "1"], ["1", "1", "1", "1", "-1"]):
         with pytest.raises(ValueError, match="vocabulary"):
             Costs.of(vocabulary=times)
@@ -200,7 +193,7 @@ def of(text):
     ],
 )
 def test_faults_of_collectives(rank, action, before, words):
-    schedule = lower(made("1f1b", 2, 3, 1)[1])
+    schedule = lower(made("1f1b", 2, 3)[1])
     check(schedule)
     with pytest.raises(ScheduleError, match=words):
         check(moved(schedule, rank, of(action), of(before)))
@@ -210,37 +203,26 @@ def test_faults_of_collectives(rank, action, before, words):
     "gone", ["S0.1", "T1.2", "E0.0", "G1.1", "SHARE_X0.2", "SHARE_D1.1", "JOIN_E1.0"]
 )
 def test_nothing_may_be_missing(gone):
-    schedule = lower(made("1f1b", 2, 3, 1)[1])
+    schedule = lower(made("1f1b", 2, 3)[1])
     ranks = [[action for action in row if str(action) != gone] for row in schedule.ranks]
     with pytest.raises(ScheduleError, match=rf"{gone.replace('.', '[.]')} is missing"):
         check(schedule.with_ranks(ranks))
 
 
 def test_barriers_are_needed():
-    schedule = lower(made("1f1b", 2, 3, 1)[1])
-    with pytest.raises(ScheduleError, match="needs a number of barriers"):
+    schedule = lower(made("1f1b", 2, 3)[1])
+    with pytest.raises(ScheduleError, match='needs "vocabulary_barriers": 1 in the file'):
         check(replace(schedule, barriers=0))
-    with pytest.raises(ScheduleError, match=r"BW1.0 waits for T1.0 of rank 1"):
-        check(replace(schedule, barriers=2))
-    two = lower(made("1f1b", 2, 3, 2)[1])
-    with pytest.raises(ScheduleError, match=r"T1.0 waits for BW1.0 of rank 1"):
-        check(replace(two, barriers=1))
-    ranks = [
-        [*row, Action(VocabularyOp.JOIN_T, rank, 0)] for rank, row in enumerate(schedule.ranks)
-    ]
-    with pytest.raises(ScheduleError, match=r"JOIN_T0.0 is not needed with 1 barriers"):
-        check(schedule.with_ranks(ranks))
 
 
 PLACEMENTS = [Placement.loop(1), Placement.loop(3), Placement.loop(2, 3), Placement.vee(4)]
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_forward_only(placement, barriers):
+def test_forward_only(placement):
     """E two microbatches ahead of stage 0, S once a rank has had a pass to wait with."""
     for m in (1, 2, 5, 8):
-        schedule = forward_only(placement, m, barriers)
+        schedule = forward_only(placement, m, 1)
         lowered = lower(schedule)
         for one in (schedule, lowered, from_json(json.loads(json.dumps(lowered.to_json())))):
             assert check(one, forward_only=True).peak_sets == [0] * placement.pp
@@ -278,8 +260,8 @@ def test_forward_only_hides_collectives():
         ("T0.1", "F0.2", r"T0.1 is not needed: .* this forward-only schedule are S E"),
         ("G1.0", "F1.2", r"G1.0 is not needed: .* this forward-only schedule are S E"),
         ("B1.0", "F1.2", "B1.0 in a forward-only schedule, which holds no backward pass"),
-        ("SHARE_D0.0", "F0.2", "SHARE_D0.0 is not needed with 1 barriers in a forward-only"),
-        ("SHARE_G1.0", "F1.2", "SHARE_G1.0 is not needed with 1 barriers in a forward-only"),
+        ("SHARE_D0.0", "F0.2", "SHARE_D0.0 is not needed in a forward-only"),
+        ("SHARE_G1.0", "F1.2", "SHARE_G1.0 is not needed in a forward-only"),
         ("S1.1", "S1.0", "S1.0 comes after S1.1"),
         ("JOIN_S0.0", "S0.0", "JOIN_S0.0 stands before S0.0"),
         ("JOIN_E1.1", "E1.1", "JOIN_E1.1 stands before E1.1"),
@@ -368,7 +350,7 @@ CASES = [("1f1b", 2, 2), ("zb-h1", 3, 2), ("v-half", 2, 2), ("1f1b", 3, 3)]
 def test_checker_agrees_with_brute_force(number):
     """Random orders that keep each chunk's microbatches in order: some run, some cannot."""
     numbers, verdicts = random.Random(5), [0, 0]
-    good = [lower(made(*case, barriers)[1]) for case in CASES for barriers in (1, 2)]
+    good = [lower(made(*case)[1]) for case in CASES]
     good += [lower(forward_only(Placement.loop(p), m, 1)) for p, m in ((2, 3), (3, 3))]
     for _ in range(number):
         schedule = numbers.choice(good)
