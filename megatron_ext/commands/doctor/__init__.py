@@ -92,12 +92,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def table(findings: list[Finding]) -> list[str]:
     """The findings as text; each fix is below its line."""
-    level, name = (max(len(getattr(f, x)) for f in findings) for x in ("level", "name"))
     lines = []
-    for finding in findings:
-        lines.append(f"{finding.level:<{level}}  {finding.name:<{name}}  {finding.text}")
-        if finding.fix:
-            lines.append(f"{'':<{level}}  {'':<{name}}  -> {finding.fix}")
+    for one in findings:
+        lines.append(f"{one.level:<7}  {one.name:<18}  {one.text}")
+        lines += [f"{'':<29}-> {one.fix}"] * bool(one.fix)
     return lines
 
 
@@ -197,9 +195,8 @@ def _megatron(found: dict[str, Any], checkout: Path | None) -> Iterator[Finding]
     else:
         yield Finding("megatron", OK, where)
     if "training_error" in found:
-        fix = "install what it names (six, pyyaml, regex, einops, …), or repair the checkout"
         text = f"megatron.training cannot be imported ({found['training_error']})"
-        yield Finding("training", ERROR, text, fix)
+        yield Finding("training", ERROR, text, "install what it names, or repair the checkout")
     elif found["missing"]:
         fix = "use an unmodified release; if it is one, report this"
         yield Finding("hooks", ERROR, "; ".join(found["missing"]), fix)

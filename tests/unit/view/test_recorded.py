@@ -90,5 +90,3 @@ def test_damaged_and_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "rank0.jsonl").write_text("{}\n")
     assert main([*options, "--measured", str(tmp_path)]) == 2
     assert "rank0.jsonl, line 1: no forward_only" in capsys.readouterr().err
-    assert main([*options, "--iteration", "1"]) == 2
-    assert "--iteration 1 is for --measured; give both" in capsys.readouterr().err
