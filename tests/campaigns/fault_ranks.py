@@ -222,9 +222,9 @@ class Wire(Channel):
             self.accident.happen()
         elif self.accident.due():
             backend, there = self._edges.to(peer)
-            later = functools.partial(backend.send, [tensor.contiguous()], there, 2 * tag + 1)
+            later = functools.partial(backend.send, [tensor.contiguous()], there, tag)
             work = _Later(functools.partial(self._delay, kind, seconds), later)
-            self._sending.setdefault(peer, deque()).append([(work, tensor)])
+            self._sending.setdefault(peer, deque()).append((work, tensor))
             return
         super().send(tensor, peer, tag)
 
@@ -248,26 +248,24 @@ class Device(CpuDevice):
 
     accident: Accident
 
-    def copy(self, stream: int, direction: Any, pairs: Any, after: Any, guard: Any = None) -> Any:
+    def copy(self, stream: int, direction: Any, pairs: Any, after: Any) -> Any:
         """See ``CpuDevice``."""
         kind = self.accident.case.kind
         if kind in ("bad copy", "stuck copy") and self.accident.due():
-            guard = _Guard(kind == "stuck copy")
-        return super().copy(stream, direction, pairs, after, guard)
+            after = [*after, _Accident(kind == "stuck copy")]
+        return super().copy(stream, direction, pairs, after)
 
 
-class _Guard:
-    """Held around a copy in the copier's thread."""
+class _Accident:
+    """What a copy waits for in the copier's thread."""
 
     def __init__(self, stuck: bool) -> None:
         self._stuck = stuck
 
-    def __enter__(self) -> None:
+    def synchronize(self) -> None:
         if self._stuck:
             time.sleep(3600)
         raise RuntimeError("the link is broken")
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 class Runner:

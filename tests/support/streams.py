@@ -16,7 +16,7 @@ import mmap
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,9 +146,8 @@ class StreamDevice(TorchDispatchMode):
         direction: Direction,
         pairs: Pairs,
         after: Sequence[Any],
-        guard: AbstractContextManager[Any] | None = None,
     ) -> StreamEvent:
-        with self.on(COPIES[stream]), guard or nullcontext(), _disable_current_modes():
+        with self.on(COPIES[stream]), _disable_current_modes():
             for event in after:
                 self.wait(event)
             for to, source in pairs:

@@ -73,9 +73,9 @@ def test_with_a_vocabulary_offload_and_pairs() -> None:
     for one in (vocabulary, pairs, offload):
         now = TrainingOrder(replace(one, effort=0)).searched()
         later = TrainingOrder(one).searched()
-        assert max(check(now).peak_sets) <= max(check(later).peak_sets)
-        assert now.has_pairs == later.has_pairs and now.barriers == later.barriers
-        assert now.has_offload == later.has_offload
+        # Pairs may take one set more, each where they are faster.
+        assert max(check(now).peak_sets) <= max(check(later).peak_sets) + one.overlap
+        assert (now.barriers, now.has_offload) == (later.barriers, later.has_offload)
 
 
 def test_names_without_a_search_have_one_order() -> None:
