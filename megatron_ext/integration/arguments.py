@@ -97,8 +97,6 @@ class MegatronArgs(Protocol):
     pp_trace: str | None
     pp_vocab_parallel: bool | None
     pp_offload: str | None
-    pp_offload_chunks: int | None
-    pp_offload_time: str | None
     pp_offload_policy: str | None
     pp_cheap_recompute: bool | None
     moe_pipeline_chunks: str | None

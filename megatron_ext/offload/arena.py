@@ -25,8 +25,6 @@ from .host_memory import GIB, available_host_bytes
 _KEPT_VIEWS = 16384
 # Memory that is less than this times what is needed is not replaced by a smaller piece.
 _AMPLE = 1.25
-# Those of this process: several features may have one each.
-_ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
 
 
 class FreeList:
@@ -54,11 +52,6 @@ class FreeList:
                 first = ranges.pop()[0]
             ranges.append((first, last))
         self._free = ranges
-
-
-def pinned_bytes() -> int:
-    """Capacity of all arenas of this process."""
-    return sum(arena.capacity_bytes for arena in _ARENAS)
 
 
 def arena_bytes(moves: Iterable[tuple[Hashable, int]]) -> int:
@@ -115,8 +108,8 @@ class HostArena:
     """Host memory for activation sets that left the device.
 
     Args:
-        device: whose copies it serves: memory is pinned for a CUDA device and touched first on
-            the CPUs beside it.
+        device: whose copies it serves: memory is pinned for a CUDA device, on the CPUs next to
+            it.
         nbytes: allocated now: (host peak sets) x (padded bytes of a set), known or estimated.
         expected_sets: where bytes are not known before the first forward pass: the first growth
             takes this many times the set that is asked for.
@@ -131,7 +124,6 @@ class HostArena:
         self._sealed = False
         self._used_bytes = self.peak_bytes = 0
         self._dropped: deque[tuple[Slot, Event | None]] = deque()
-        _ARENAS.add(self)
         # Collected with its model, it must not leave freed memory pinned.
         weakref.finalize(self, _unpin, self._regions, device).atexit = False
         if nbytes:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,33 +16,27 @@ from .host_memory import GIB, read_number, text_of
 
 # What the rest of the machine needs while training runs: page cache, data loader, checkpoints.
 USABLE_FRACTION = 0.9
-# Eight ranks of a host do it at once; each thread has a few huge pages at least.
-_TOUCH_THREADS = 8
-_TOUCH_BYTES = 16 << 20
 
 
 def require_host_memory(
     needed_bytes: Sequence[int],
     available_bytes: int,
-    pinned_bytes: int = 0,
 ) -> None:
     """Check that the host arenas of all ranks of one host fit together.
 
     Args:
         needed_bytes: of each rank on this host.
         available_bytes: ``available_host_bytes()`` before any of them was allocated.
-        pinned_bytes: of the ranks' other arenas, which is not available.
 
     Raises:
         OffloadConfigError: they do not.
     """
     total, usable = sum(needed_bytes), int(available_bytes * USABLE_FRACTION)
     if total > usable:
-        besides = f" besides {pinned_bytes / GIB:.2f} GiB in use" if pinned_bytes else ""
         raise OffloadConfigError(
             f"offloading needs {total / GIB:.2f} GiB of pinned host memory for the "
             f"{len(needed_bytes)} ranks of this host (at most {max(needed_bytes) / GIB:.2f} GiB a "
-            f"rank){besides} but only {usable / GIB:.2f} GiB may be used ({USABLE_FRACTION:.0%} of "
+            f"rank) but only {usable / GIB:.2f} GiB may be used ({USABLE_FRACTION:.0%} of "
             f"the {available_bytes / GIB:.2f} GiB available); offload less, use "
             "fewer microbatches in flight, or run fewer ranks per host"
         )
@@ -74,47 +67,24 @@ def bound_to_numa_node(pci_bus_id: str | None, root: Path = Path("/")) -> Iterat
 
 
 def host_pages(nbytes: int) -> torch.Tensor:
-    """Zeroed host memory, 1-D uint8, touched first on the CPUs that this thread may use.
-
-    Huge pages where the kernel gives them, which a driver pins many times faster. Private memory,
-    since shared memory has no huge pages by default; so a fork must not inherit it: pages that are
-    copied on write are no longer those that the driver has pinned.
+    """Zeroed host memory, 1-D uint8, that a fork does not inherit: pages that are copied on write
+    are no longer those that a driver has pinned.
     """
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_DONTFORK)
     except (AttributeError, OSError):  # Not Linux.
         pages = mmap.mmap(-1, nbytes)
-    with contextlib.suppress(AttributeError, OSError):  # A kernel without huge pages.
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    _touch(memory.data_ptr(), nbytes)
-    return memory
-
-
-def _touch(address: int, nbytes: int) -> None:
-    """Write to all pages. One thread of the kernel's clears a few GB/s; torch's are not bound."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    threads = max(1, min(_TOUCH_THREADS, cpus, nbytes // _TOUCH_BYTES))
-    piece = -(-nbytes // threads // _TOUCH_BYTES) * _TOUCH_BYTES
-
-    def touch(start: int) -> None:
-        ctypes.memset(address + start, 0, min(piece, nbytes - start))
-
-    with ThreadPoolExecutor(threads) as pool:  # Its threads are bound as this one is.
-        list(pool.map(touch, range(0, nbytes, piece)))
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def pci_bus_id(device: torch.device) -> str | None:
     """The PCI address of a CUDA device as sysfs writes it; None for others."""
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
-    # torch before 2.8 does not say; a wrong guess would be worse than none.
-    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    if None in parts:
-        return None
-    domain, bus, slot = parts
+    properties: Any = torch.cuda.get_device_properties(device)
+    domain, bus = properties.pci_domain_id, properties.pci_bus_id
+    slot = properties.pci_device_id
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 

@@ -148,7 +148,11 @@ class Point:
         words += [f"--pp-schedule {spec.name}"]
         words += [flag for flag in (self.workload.cost_flag,) if flag]
         words += [f"{SLICES} {spec.slices[0]}"] if spec.slices else []
-        return words + [f"--pp-{option} {value}" for option, value in self._options()]
+        return words + [
+            f"--pp-{option} {value}"
+            for option, value in self._options()
+            if option != "offload-time"  # which training measures
+        ]
 
     def _options(self) -> list[tuple[str, str]]:
         """Options that the command line and training (after ``--pp-``) share, with values."""

@@ -67,7 +67,6 @@ class Planner:
             is may have to be measured first.
         cap: of the request; that of ``spec`` may be of one order.
         wanted: what is offloaded, as ``OffloadSpec``; None: nothing, or as a file says.
-        lenient: under offload, what comes closest to a cap will do.
         cut: of every microbatch of a step of equal ones.
         chosen: ``auto`` has chosen the name, and may choose another one with the same placement.
         paired: adds communication that pairs hide to measured costs.
@@ -76,7 +75,6 @@ class Planner:
     spec: ScheduleSpec
     cap: Cap | None = None
     wanted: str | int | None = None
-    lenient: bool = False
     cut: Cut | None = None
     chosen: bool = False
     paired: Callable[[Costs], Costs] | None = None
@@ -116,9 +114,7 @@ class Planner:
         asked = (
             self.cap if self.wanted is None else None
         )  # what stays on the device is decided later
-        former = TrainingOrder(
-            replace(spec, times=costs), self.lenient, asked=asked, free=self.chosen
-        )
+        former = TrainingOrder(replace(spec, times=costs), asked=asked, free=self.chosen)
         if costs is None or not reorder:
             return former
         again = replace(spec, costs=costs)

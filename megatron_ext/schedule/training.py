@@ -39,13 +39,11 @@ class TrainingOrder:
 
     Attributes:
         spec: what is asked for, with ``times`` if passes were measured.
-        lenient: under offload, what comes closest to a cap will do.
         again: the request for measured costs, whose order is taken if it is faster under them.
         asked: the cap that the options of ``spec`` were chosen for; ``free``: by ``auto``.
     """
 
     spec: ScheduleSpec
-    lenient: bool = False
     again: ScheduleSpec | None = None
     asked: Cap | None = None
     free: bool = False
@@ -67,7 +65,8 @@ class TrainingOrder:
         try:
             return select_within(spec, cap, self.free)
         except CapExceeded as error:
-            if self.lenient and spec.offload is not None:
+            # Measured times may be off, and training has begun: what comes closest will do.
+            if spec.offload is not None:
                 return error.selected
             raise
 

@@ -30,7 +30,7 @@ FLAGS = [
     *("--pp-schedule", "v-half"),
 ]
 DATA_PARALLEL = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
-OFFLOAD = ["--pp-offload", "full", "--pp-offload-time", "0.25"]
+OFFLOAD = ["--pp-offload", "full"]
 REPORT = re.compile(
     r"^\[megatron_ext\] pipeline rank \d \(global rank (\d)\) .+\n  it was (.+)$", re.M
 )

@@ -176,10 +176,10 @@ def test_experts(sessions: Sessions, flags: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        f"--pp-schedule 1f1b --pp-offload full --pp-offload-time 0.1 --pp-memory-cap 0.7 {ROPE}",
+        f"--pp-schedule 1f1b --pp-offload full --pp-memory-cap 0.7 {ROPE}",
         nightly(f"--pp-offload full {EXPERTS} {AUX}"),  # measured in the first step
-        nightly("--pp-schedule zb-h1 --pp-offload auto --pp-offload-time 0.1"),
-        nightly("--pp-offload half --pp-offload-time 0.1 --recompute-granularity selective "
+        nightly("--pp-schedule zb-h1 --pp-offload auto"),
+        nightly("--pp-offload half --recompute-granularity selective "
                 "--recompute-modules core_attn"),
     ],
 )  # fmt: skip
@@ -290,7 +290,7 @@ def test_packed_documents(sessions: Sessions, flags: str, tmp_path: Path) -> Non
     [
         ROPE,
         nightly(f"{EXPERTS} {ALL_LOSSES} {FULL}"),
-        nightly("--pp-offload half --pp-offload-time 0.1"),
+        nightly("--pp-offload half"),
         nightly("--calculate-per-token-loss"),
     ],
 )

@@ -110,7 +110,7 @@ def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:
         ("auto", "ConfigError: schedule auto cannot be used here: it would choose the placement"),
         ("bytes", "ConfigError: memory_cap 40GiB cannot be used here: bytes need the sizes"),
         ("vocab_parallel", "ConfigError: vocab_parallel cannot be used here: trainers load and"),
-        ("offload", "ConfigError: offload must be one of off, half, full, auto, got 'some'"),
+        ("offload", "ConfigError: offload: must be one of off, half, full, auto, or a number of"),
         ("type", "ConfigError: profile_steps: invalid int value: 'two'"),
         ("drop_in_vee", "not support schedule v-half: it places stages as a V"),
         ("twice", "ConfigError: megatron_ext is applied already"),

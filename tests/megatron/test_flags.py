@@ -316,7 +316,7 @@ def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     ours += ["cheap_recompute", "slices", "slice_weights", "profile_steps"]
     ours += ["slice_tokens", "microbatch_costs", "reorder_microbatches"]
     ours += ["vocab_parallel"]
-    ours += ["offload", "offload_chunks", "offload_time", "offload_policy"]
+    ours += ["offload", "offload_policy"]
     moe = ["moe_pipeline_chunks", "moe_memory_reuse"]
     assert vars(args) == dict.fromkeys([*(f"pp_{name}" for name in ours), *moe])
     assert GROUP in parser.format_help()

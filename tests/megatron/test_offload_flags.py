@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ import torch
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
-from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
@@ -23,56 +23,14 @@ from tests.support.stand_ins import after_megatron
 from .test_flags import arguments
 
 
-def asked(
-    offload: str | None = None,
-    chunks: int | None = None,
-    time: str | None = None,
-) -> OffloadRequest | None:
-    """What the flags give."""
-    return OffloadRequest.of(
-        SimpleNamespace(
-            pp_offload=offload,
-            pp_offload_chunks=chunks,
-            pp_offload_time=time,
-        )
-    )
-
-
 def test_off_is_the_default() -> None:
-    assert asked() is None
-    assert asked("off") is None
     assert not ScheduleRequest.of("v-half").resolve(4, 2, 8).offloads
-
-
-def test_what_is_asked_for() -> None:
-    assert asked("auto") == OffloadRequest("auto")
-    assert asked(chunks=3) == OffloadRequest("3")
-    full = asked("full", time="0.2, 0.3")
-    assert full == OffloadRequest("full", "0.2, 0.3")
-    assert full.link(4) == Link.of(4, "0.2", "0.3")
-    assert asked("half", time="1/4").link(2) == Link.of(2, Fraction(1, 4))  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        ({"offload": "auto", "time": "1,2,3"}, ["--pp-offload-time 1,2,3", "must be T or T,T2"]),
-        ({"offload": "auto", "time": "0"}, ["--pp-offload-time 0", "> 0"]),
-        ({"offload": "auto", "time": "fast"}, ["--pp-offload-time fast", "'fast'"]),
-    ],
-)
-def test_wrong_flags(flags: dict[str, Any], parts: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        asked(**flags)
-    text = str(error.value)
-    assert "\n" not in text
-    assert all(part in text for part in parts), text
 
 
 class TestWithASchedule:
     @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("v-half", 2)])
     def test_more_chunks_than_there_are(self, name: str, chunks: int) -> None:
-        choice = ScheduleRequest.of(name, offloading=asked(chunks=3))
+        choice = ScheduleRequest.of(name, offloading="3")
         virtual = chunks if chunks > 1 else None
         with pytest.raises(
             ConfigError, match=f"3 chunks cannot be offloaded, since a rank has {chunks};"
@@ -81,7 +39,7 @@ class TestWithASchedule:
 
     def test_the_plan_is_the_passs(self) -> None:
         link = Link.of(4, Fraction(1, 4))
-        choice = ScheduleRequest.of("v-half", offloading=asked("full")).resolve(4, 2, 8)
+        choice = ScheduleRequest.of("v-half", offloading="full").resolve(4, 2, 8)
         wanted = offload_pass(generate("v-half", 4, 8), link, "full").schedule
         assert choice.plan(8, Knowledge(link)).ranks == wanted.ranks
         assert choice.plan(8).ranks == generate("v-half", 4, 8).ranks
@@ -89,7 +47,7 @@ class TestWithASchedule:
     def test_measured_costs_decide_what_leaves_and_not_the_order(self) -> None:
         link = Link.of(4, Fraction(1, 2))
         costs = Costs.of(stages=[[s + 1, 2, 3] for s in range(8)])
-        choice = ScheduleRequest.of("v-half", offloading=asked("full")).resolve(4, 2, 8)
+        choice = ScheduleRequest.of("v-half", offloading="full").resolve(4, 2, 8)
         plan = choice.plan(8, Knowledge(link, costs))
         assert plan.costs == costs
         assert plan.compute().ranks == generate("v-half", 4, 8).ranks
@@ -98,61 +56,53 @@ class TestWithASchedule:
     def test_a_cap_is_of_what_stays(self) -> None:
         """interleaved holds eleven sets a rank; with offload it fits under six."""
         link = Link.of(4, Fraction(1, 4))
-        offloading = asked("auto", time="0.25")
+        offloading = "auto"
         capped = ScheduleRequest.of("interleaved", memory_cap="0.75", offloading=offloading)
         assert max(check(capped.resolve(4, 2, 16).plan(16, Knowledge(link))).peak_sets) <= 6
         assert max(check(generate("interleaved", 4, 16)).peak_sets) == 11
 
-    def test_a_cap_that_cannot_be_kept(self) -> None:
-        choice = ScheduleRequest.of(
-            "v-zb", memory_cap="0.13", offloading=asked("auto", time="0.25")
-        )
-        args = arguments(virtual_pipeline_model_parallel_size=2)
-        with pytest.raises(ConfigError, match=r"keeps \d+ .* is 1; raise --pp-memory-cap"):
-            after_megatron(args, choice)
+    def test_a_cap_that_measured_times_do_not_keep(self) -> None:
+        """Training has begun then: the closest plan runs."""
+        request = ScheduleRequest.of("v-zb", memory_cap="0.13", offloading="auto")
+        assert request.resolve(4, 2, 16).plan(16, Knowledge(Link.of(4, Fraction(1, 4)))).has_offload
 
-    def test_auto_counts_what_stays(self) -> None:
-        """With the times given before training it takes what offload brings under the cap."""
-        offloading = asked("auto", time="0.25")
-        assert offloading is not None
-        link = offloading.link(8)
-        request = ScheduleRequest.of("auto", memory_cap="0.5", offloading=offloading)
-        with_offload = request.decide(8, 32).resolve(8, None, 32)
-        request = ScheduleRequest.of("auto", memory_cap="0.5")
-        alone = request.decide(8, 32).resolve(8, None, 32)
-        plan = with_offload.plan(32, Knowledge(link))
-        assert max(check(plan).peak_sets) <= 4 * plan.chunks
-        assert simulate(plan).makespan < simulate(alone.plan(32)).makespan
-        assert "offload" in with_offload.about
-        # Other numbers of microbatches keep the schedule and the cap.
-        fewer = with_offload.plan(9, Knowledge(link))
-        assert fewer.name == plan.name
-        assert max(check(fewer).peak_sets) <= 4 * plan.chunks
+    @pytest.mark.matrix
+    def test_v_cap_is_as_large_as_offload_allows(self) -> None:
+        link = Link.of(8, Fraction(1, 4))
+        offloading = "auto"
+        request = ScheduleRequest.of("v-cap", memory_cap="0.5", offloading=offloading)
+        plan = request.resolve(8, 2, 32).plan(32, Knowledge(link))
+        assert max(check(plan).peak_sets) <= 8
+        assert max(check(plan.compute()).peak_sets) > 8
+        alone = ScheduleRequest.of("v-cap", memory_cap="0.5").resolve(8, 2, 32).plan(32)
+        assert simulate(plan).makespan < simulate(alone).makespan
 
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:
         save(generate("v-half", 4, 8), tmp_path / "x.json")
-        request = ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
+        request = ScheduleRequest.of(str(tmp_path / "x.json"), offloading="half")
         assert request.resolve(4, 2, 8).plan(8, Knowledge(Link.of(4, Fraction(1, 4)))).has_offload
 
 
-def test_times_of_every_stage() -> None:
-    stages = asked("full", time="0.25x7:1.5")
-    assert stages is not None
-    request = ScheduleRequest.of("po", offloading=stages)
-    choice = request.resolve(4, 2, 16)
-    assert choice.offload is not None
-    plan = choice.plan(16, Knowledge(choice.offload.link(4)))
-    assert plan.link is not None and plan.link.to_host == (Fraction(1, 4),) * 7 + (Fraction(3, 2),)
-    for text, part in (
-        ("1:2:3", "3 transfer times for pp=4"),
-        ("1x12", "the link has 12 transfer times"),
-    ):
-        wrong = ScheduleRequest.of("po", offloading=asked("full", time=text))
-        with pytest.raises(ConfigError, match=f"--pp-offload-time {text}: {part}"):
-            wrong.resolve(4, 2, 16)
-
-
 class TestOnTheMachine:
+    def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ranks of one host are added up; another host's do not count."""
+        from megatron_ext.integration.features.offload import memory
+
+        gib, here = 1 << 30, socket.gethostname()
+        others = [(here, 6 * gib, 0, 10 * gib), ("elsewhere", 100 * gib, 0, 200 * gib)]
+
+        def gather(mine: Any, groups: Any) -> list[Any]:
+            assert groups == ["of the call"]
+            return [(*mine[:3], 10 * gib), *others]
+
+        monkeypatch.setattr(memory, "gather_over", gather)
+        memory.require_on_hosts(2 * gib, 0, ["of the call"])
+        with pytest.raises(ConfigError) as error:
+            memory.require_on_hosts(4 * gib, 0, ["of the call"])
+        assert f"host {here}: offloading needs 10.00 GiB" in str(error.value)
+        # What this rank's present arena gives back counts as available.
+        memory.require_on_hosts(4 * gib, 2 * gib, ["of the call"])
+
     def test_least_bytes_of_a_set(self) -> None:
         """20 bytes per token and hidden element in 16 bits (PipeOffload, section 2), not 34."""
 

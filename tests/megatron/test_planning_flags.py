@@ -13,7 +13,6 @@ from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.schedule.described import capped
 from megatron_ext.integration.features.schedule.job import job_of_args, splits_of
-from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import even_split
@@ -73,7 +72,7 @@ class TestReplanning:
     def test_with_offload_a_cap_with_no_room_names_the_flag(self) -> None:
         """A schedule with no order to choose counts the cap's sets before any order."""
         _, budget = self.budgeted("v-cap", 1.0)
-        offloading = OffloadRequest("full", "0.25")
+        offloading = "full"
         request = ScheduleRequest.of("v-half", memory_cap="256KiB", offloading=offloading)
         request = capped(replace(request, splits=budget.splits), budget.job)
         with pytest.raises(ConfigError, match="^--pp-schedule v-half: 256KiB a rank leave no room"):

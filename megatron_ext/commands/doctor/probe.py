@@ -112,7 +112,6 @@ def _groups() -> list[Callable[[Any], None]]:
     """Functions that install every feature in turn."""
     from megatron_ext.integration.feature import Run
     from megatron_ext.integration.features.schedule.choose import ScheduleRequest
-    from megatron_ext.integration.offload_request import OffloadRequest
 
     def start(installation: Any, arguments: Any, choice: Any) -> None:
         training = "megatron.training" in sys.modules
@@ -121,17 +120,15 @@ def _groups() -> list[Callable[[Any], None]]:
 
     def schedule(name: str, offload: str | None, flags: dict[str, Any]) -> Callable[[Any], None]:
         def hook(installation: Any) -> None:
-            asked = None if offload is None else OffloadRequest(offload)
             arguments = _Arguments(
                 rank=1,
                 pp_schedule=name,
                 pipeline_model_parallel_size=2,
                 distributed_timeout_minutes=10,
                 dataloader_inter_document_masking=True,
-                iterations_to_skip=[1],
                 **flags,
             )
-            request = ScheduleRequest.of(name, offloading=asked)
+            request = ScheduleRequest.of(name, offloading=offload)
             start(installation, arguments, request.resolve(2, None, 2))
 
         return hook

@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
         "pp": 4,
         "schedule": "v-zb",
         "chunks": 2,
-        "options": {"offload": "full", "offload_time": "0.1"},
+        "options": {"offload": "full"},
     },
     # Two pipelines, with another number of microbatches in each.
     "zb-h1-unequal": {"pp": 2, "schedule": "zb-h1", "unequal": True},

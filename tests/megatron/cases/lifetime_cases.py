@@ -76,7 +76,6 @@ CASES: dict[str, dict[str, Any]] = {
         "layer": "mlp.linear_fc1",
         "schedule": "1f1b",
         "offload": "full",
-        "offload_time": "0.1",
     },
     "experts": {"main": "experts"},
     "replicas": {"main": "replicas", "world": 4},
@@ -143,7 +142,7 @@ def failed(case: dict[str, Any]) -> Any:
 
 # --- every door, and what goes on behind it ---
 
-_HALF = {"offload": "half", "offload_time": "0.1"}
+_HALF = {"offload": "half"}
 _RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 DOORS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # Number of chunks, options, the model's configuration.
@@ -344,7 +343,7 @@ def compiled(case: dict[str, Any]) -> Any:
     import torch._dynamo as dynamo
 
     puts, found = _counted_puts(), []
-    names = ("slices", "offload", "offload_time")
+    names = ("slices", "offload")
     options = {name: case[name] for name in names if name in case}
     megatron_ext.enable(case.get("schedule", "zb-h1"), **options)
     initialize()

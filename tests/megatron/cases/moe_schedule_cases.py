@@ -21,7 +21,6 @@ from tests.megatron.cases import wgrad_cases
 from megatron_ext.integration.features.moe.layer import PipelinedMoE
 from megatron_ext.integration.features.offload import measure
 from megatron_ext.integration.hooks import Hooks
-from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.moe import buffers
 from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.offload.device import CpuDevice
@@ -82,7 +81,7 @@ for _name, _schedule, _strategy, _chunks in (
     ("zb-h1-s1-offload/3s", "zb-h1", "s1", 1),
     ("zb-h1-s0-offload/3", "zb-h1", "s0", 1),
 ):
-    _offload = OffloadRequest("full", "0.25")
+    _offload = "full"
     CASES[_name] = _case(_schedule, "", (3, _strategy), chunks=_chunks, offload=_offload)
 
 

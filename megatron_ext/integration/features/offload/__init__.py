@@ -1,12 +1,13 @@
 """``--pp-offload``: PipeOffload, activation sets on the host between forward and backward.
 
 See docs/concepts/offload-runtime.md. The first step is also a measurement: of the bytes of a set,
-and, without ``--pp-offload-time``, of the time of passes and copies. From the second step on the
+and of the time of passes and copies. From the second step on the
 plan is made for these, and the host arena has exactly the size that the plan needs.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,8 +35,17 @@ logger = logging.getLogger(__name__)
 _ASSUMED = "0.25"
 
 
+def _wanted(text: str) -> str:
+    """The flag's value."""
+    if text not in ("off", "half", "full", "auto") and not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(
+            f"must be one of off, half, full, auto, or a number of chunks, got {text!r}"
+        )
+    return text
+
+
 class Offload(Feature):
-    """On with ``--pp-offload``, ``--pp-offload-chunks`` or a schedule file that offloads: moves the
+    """On with ``--pp-offload`` or a schedule file that offloads: moves the
     activation sets of one rank in every training step (a ``Mover``)."""
 
     per_model = True
@@ -44,23 +54,10 @@ class Offload(Feature):
         Flag(
             "--pp-offload",
             "keep activations in host memory between forward and backward pass: of half of each "
-            "rank's model chunks (rounded up), of all, or (auto) as many as lower the peak without "
-            "a wait",
-            choices=("off", "half", "full", "auto"),
-        ),
-        Flag(
-            "--pp-offload-chunks",
-            "offload N chunks of each rank, those with the longest lifespan; in place of "
-            "--pp-offload",
-            "N",
-            int,
-            least=1,
-        ),
-        Flag(
-            "--pp-offload-time",
-            "transfer time of one activation set to the host, and back, as a fraction of its "
-            "chunk's F+B+W; default: measured in the first step",
-            "T[,T2]",
+            "rank's model chunks (rounded up), of all, (auto) as many as lower the peak without a "
+            "wait, or of N chunks, those with the longest lifespan",
+            "{off,half,full,auto,N}",
+            _wanted,
         ),
         Flag(
             "--pp-offload-policy",
@@ -80,12 +77,11 @@ class Offload(Feature):
         request = run.request
         if request is None or not request.offloads:
             return ()
-        # None where a schedule file decides everything.
-        self._request = request.offload
+        # A schedule file decides everything.
+        self._assumed = request.offload is not None
         self._inputs, self._trace = run.inputs, run.args.pp_trace is not None
         self._policy = policy_of(run.args.pp_offload_policy or "all")
         self._inputs.link = None if request.file is None else request.file.link
-        self._assumed = self._request is not None and not self._request.known
         self._inputs.steps_to_measure = int(self._assumed)
         self._setup: TransferSetup | None = None
         self._sets: RankSets | None = None
@@ -112,9 +108,8 @@ class Offload(Feature):
         group = step.call.group
         with as_config_error():
             self._setup = TransferSetup.of(self._assumed, step.call.device, group)
-        if self._request is not None:
-            size = group.size()
-            self._inputs.link = self._request.link(size) or Link.of(size, _ASSUMED)
+        if self._assumed:
+            self._inputs.link = Link.of(group.size(), _ASSUMED)
 
     def planned(self, plan: Schedule) -> None:
         if dist.get_rank() == 0:

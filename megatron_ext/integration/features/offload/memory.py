@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ....offload.arena import arena_bytes
+from ....offload.host import require_host_memory
+from ....offload.host_memory import available_host_bytes
 from ....offload.sets import Footprint
 from ....schedule.actions import Action, Op, Operation
 from ....schedule.effects import FREES, passes, peak
 from ....schedule.schedule import Schedule
 from ....schedule.units import Unit
-from ...host_memory import memory_on_hosts as memory_on_hosts  # for sets.py
+from ...errors import named_errors
+from ...utils import gather_over
 
 Part = tuple[int, int]  # (model chunk, slice of a microbatch)
 # The largest set seen so far of each part.
 Footprints = Mapping[Part, Footprint]
+
+
+def require_on_hosts(needed_bytes: int, held_bytes: int, groups: Sequence[Any]) -> None:
+    """Check, with all ranks of a call, that their arenas fit into their hosts' memory.
+
+    No rank of the call allocates before all have looked.
+
+    Args:
+        held_bytes: of an arena of this rank that goes away.
+        groups: of the call.
+
+    Raises:
+        ConfigError: the ranks of one host, whichever, need too much.
+    """
+    mine = socket.gethostname(), needed_bytes, held_bytes, available_host_bytes()
+    every = gather_over(mine, groups)
+    for host in sorted({entry[0] for entry in every}):
+        needs, held, available = zip(*(entry[1:] for entry in every if entry[0] == host))
+        with named_errors(f"host {host}"):
+            require_host_memory(needs, min(available) + sum(held))
 
 
 def part_of(chunk: int, unit: int) -> Part:

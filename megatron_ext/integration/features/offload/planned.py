@@ -47,5 +47,5 @@ class Planned:
             f"at most {float(max(plan.peak_activation())):.4g} microbatches on a device, "
             f"{float(max(plan.peak_host_activation())):.4g} of a rank on the host; "
             f"one set of each stage takes so much of its chunk's F+B+W each way "
-            f"({'assumed' if assumed else 'known'}): --pp-offload-time {link.text}"
+            f"({'assumed' if assumed else 'known'}): {link.text}"
         )

@@ -56,8 +56,8 @@ class RankSets:
         least_bytes: int,
         groups: Sequence[Any],
     ) -> None:
-        with memory.memory_on_hosts(host_sets * least_bytes, 0, groups):
-            pass  # what the first step allocates is at least that
+        # What the first step allocates is at least that.
+        memory.require_on_hosts(host_sets * least_bytes, 0, groups)
         self._models = [unwrapped(model) for model in models]
         # Following the modules costs time; most runs need not.
         self._filter = None if policy is keep_nothing else PolicyFilter(policy, self._models)
@@ -100,7 +100,8 @@ class RankSets:
         engine, needed = self.store.engine, memory.host_bytes(plan, rank, self.footprints)
         engine.synchronize()
         held = engine.arena.capacity_bytes
-        with memory.memory_on_hosts(needed, held, groups), as_config_error():
+        memory.require_on_hosts(needed, held, groups)
+        with as_config_error():
             engine.arena.resize(needed)
 
     def enlarge(self, plan: Schedule, rank: int) -> None:

@@ -18,7 +18,6 @@ from ....schedule import (
     CapExceeded,
     Costs,
     Cut,
-    OffloadSpec,
     Placement,
     Schedule,
     ScheduleError,
@@ -29,9 +28,9 @@ from ....schedule import (
     select,
 )
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
+from ....schedule.passes.offload import wanted_chunks
 from ....schedule.planner import NOTHING, Knowledge, Planner, StepUnits
 from ...errors import ConfigError, named_errors
-from ...offload_request import OffloadRequest
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class ScheduleRequest:
         costs: as the user gives them, or None.
         cap: as ``ScheduleSpec``.
         cap_bytes: a cap in bytes; the model makes it a ``cap`` (``capped``).
-        offload: what is offloaded, or None; a file that offloads has decided it.
+        offload: half, full, auto or a number of chunks; None: nothing, or as a file has it.
         file: the loaded and checked schedule, if a file was given.
         job: the model, whose FLOPs are the costs where the user gives none; None: it is not known.
         splits: its layers of every stage, for a number of stages.
@@ -59,7 +58,7 @@ class ScheduleRequest:
     costs: Costs | None = None
     cap: Cap | None = None
     cap_bytes: int | None = None
-    offload: OffloadRequest | None = None
+    offload: str | None = None
     file: Schedule | None = None
     job: Job | None = None
     splits: Splits | None = None
@@ -76,7 +75,7 @@ class ScheduleRequest:
         text: str,
         cost: str | None = None,
         memory_cap: str | None = None,
-        offloading: OffloadRequest | None = None,
+        offloading: str | None = None,
     ) -> ScheduleRequest:
         """The request of the flags' values.
 
@@ -155,9 +154,6 @@ class ScheduleRequest:
             ConfigError: none of them keeps the cap.
         """
         spec = replace(self.spec(pp, chunks, microbatches), names=tuple(names))
-        link = None if self.offload is None else self.offload.link(pp)
-        if self.offload is not None and link is not None:
-            spec = replace(spec, offload=OffloadSpec(self.offload.wanted, link))
         found = _select(spec, AUTO)
         note = found.schedule.note
         if len(names) != len(NAMES):
@@ -177,7 +173,7 @@ class ScheduleRequest:
         offload = self.offload
         spec = self.decided or self.spec(pp, chunks, microbatches)
         if offload is not None:
-            offload.check(spec.placement)
+            _require_chunks(offload, spec.placement.chunks)
         note = self.note
         if self.decided is None and self.file is None and offload is None:
             found = _select(spec, self.name)
@@ -190,9 +186,7 @@ class ScheduleRequest:
         planner = Planner(
             spec,
             self.cap,
-            None if offload is None else offload.wanted,
-            # Times that are not the user's may be wrong, and training has begun: no reason to end.
-            lenient=offload is not None and offload.times is None,
+            offload,
             cut=self.cut,
             chosen=self.decided is not None,
             paired=hidden if spec.overlap else None,
@@ -223,8 +217,7 @@ class ScheduleRequest:
 
     def first(self, microbatches: int) -> Schedule:
         """``plan`` before anything is measured."""
-        link = None if self.offload is None else self.offload.link(self.placement.pp)
-        return self.plan(microbatches, Knowledge(link))
+        return self.plan(microbatches)
 
     def plan(self, units: StepUnits | int, knowledge: Knowledge = NOTHING) -> Schedule:
         """``Planner.plan``; a number stands for so many equal microbatches.
@@ -257,6 +250,16 @@ def _with_costs(spec: ScheduleSpec, request: ScheduleRequest) -> ScheduleSpec:
     if own and request.overlap:
         spec = replace(spec, overlap=True, costs=paired(spec.costs, stages_of(spec), spec.pp))
     return spec
+
+
+def _require_chunks(offload: str, chunks: int) -> None:
+    """Refuse to offload more chunks than a rank has."""
+    try:
+        wanted_chunks(offload, chunks)
+    except ValueError:
+        raise ConfigError(
+            f"{offload} chunks cannot be offloaded, since a rank has {chunks}; give 1 to {chunks}"
+        ) from None
 
 
 def _flops(request: ScheduleRequest, stages: int) -> Costs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ....runtime.edges import MessageOptions
 from ....runtime.wgrad import WeightGradStore
 from ...feature import Run
-from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
 from ...plans import Plans
 from .choose import ScheduleRequest
@@ -25,7 +24,7 @@ def prepare(run: Run) -> None:
         args.pp_schedule,
         args.pp_cost,
         args.pp_memory_cap,
-        OffloadRequest.of(args),
+        None if args.pp_offload == "off" else args.pp_offload,
     )
 
 
