@@ -295,7 +295,6 @@ def refusals(case: dict[str, Any]) -> dict[str, Any]:
     out["vocab_parallel"] = error_of(lambda: enable("zb-h1", vocab_parallel=True))
     out["offload"] = error_of(lambda: enable("zb-h1", offload="some"))
     out["type"] = error_of(lambda: enable("gis", profile_steps="two"))
-    out["drop_in_vee"] = error_of(lambda: megatron_ext.forward_backward_func("v-half"))
 
     def twice() -> None:
         enable("zb-h1")
@@ -326,11 +325,7 @@ def refusals(case: dict[str, Any]) -> dict[str, Any]:
     enable("zb-h1")
     sys.modules["megatron_ext.integration.entry_point"]._current.warn_if_unused()  # as at the end
     out["unused"] = log.getvalue()
-    out["no_pipeline"] = error_of(
-        lambda: parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    )
-    out["no_pipeline_later"] = error_of(lambda: enable("zb-h1"))
-    parallel_state.destroy_model_parallel()
+    megatron_ext.disable()
 
     def applied() -> None:
         megatron_ext.apply({"pp_schedule": "zb-h1"})
@@ -352,7 +347,6 @@ def refusals_of_models(case: dict[str, Any]) -> dict[str, Any]:
         model_case: dict[str, Any] | None = None,
         settings: dict[str, Any] | None = None,
         door: str = "enable",
-        then: str | None = None,
         **kwargs: Any,
     ) -> str:
         one = {"pp": 2, "chunks": chunks, "lengths": True, **(model_case or {})}
@@ -368,9 +362,6 @@ def refusals_of_models(case: dict[str, Any]) -> dict[str, Any]:
             config = gpt_cases.config_of(one)
             vars(config).update(settings or {})
             models, _ = gpt_cases.build(one, config)
-            if then is not None:
-                megatron_ext.disable()
-                megatron_ext.enable(then)
             if not enabled_first:
                 opened = getattr(megatron_ext, door)(schedule)
             step = opened if door == "forward_backward_func" else get_forward_backward_func()
@@ -393,8 +384,6 @@ def refusals_of_models(case: dict[str, Any]) -> dict[str, Any]:
     out["two_chunks"] = call("zb-h1", 2)
     out["no_chunks"] = call("interleaved-zb")
     out["built_before"] = call("v-half", 2, enabled_first=False, initialized_first=True)
-    out["built_for_a_v"] = call("v-half", 2, then="interleaved")
-    out["embedding_group"] = call("v-half", 2, initialized_first=True)
     out["wrapped_before"] = call(
         "zb-h1", enabled_first=False, model_case={"overlap": True}, initialized_first=True
     )

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -22,7 +21,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
 from megatron_ext.integration.errors import ConfigError
-from megatron_ext.integration.gradients import require_gradient_hooks
 from tests.megatron.cases import gpt_cases
 from tests.megatron.cases.gpt_cases import to_bytes
 
@@ -144,25 +142,6 @@ def wrapped_late() -> dict[str, str]:
     return texts
 
 
-def refused() -> dict[str, str]:
-    """Data parallelism of PyTorch, which hears of no W pass."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    inner = torch.nn.Linear(4, 4)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = torch.nn.Linear(4, 4)
-    sharded.weight = torch.nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh))
-    found = {}
-    for name, model in {
-        "wrapped": torch.nn.parallel.DistributedDataParallel(inner),
-        "sharded": sharded,
-        "plain": inner,
-    }.items():
-        found[name] = _error_of(functools.partial(require_gradient_hooks, [model]))
-    return found
-
-
 def _error_of(do: Callable[[], None]) -> str:
     try:
         do()
@@ -182,5 +161,5 @@ def users_weights(case: dict[str, Any]) -> dict[str, Any]:
         megatron_ext.enable(**options)
         found[name] = Users(case["config"]).run()
         megatron_ext.disable()
-    found |= {"again": enabled_again(), "wrapped late": wrapped_late(), "refused": refused()}
+    found |= {"again": enabled_again(), "wrapped late": wrapped_late()}
     return {**found, "log": log.getvalue()}
