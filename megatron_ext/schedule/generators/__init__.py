@@ -11,12 +11,11 @@ from .registry import (
     check_sizes,
     generate,
 )
-from .request import MOST_EFFORT, Request, default_effort
+from .request import Request, default_effort
 
 __all__ = [
     "GENERATORS",
     "BrokenGenerator",
-    "MOST_EFFORT",
     "MOST_SECONDS",
     "MOST_SETS",
     "NAMES",
