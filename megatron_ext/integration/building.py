@@ -52,14 +52,12 @@ class Building:
 
     Attributes:
         why: what goes wrong without it.
-        before: gets the function that builds one chunk, before any is built.
         finished: inside of it chunks are built; the script is done with them, and they have no
             wrappers, when what it yields is called.
         built: gets this rank's chunks, with their wrappers.
     """
 
     why: str
-    before: Callable[[Callable[..., Any]], None] = _nothing
     finished: Callable[[], AbstractContextManager[Callable[[], None]]] = lambda: (
         contextlib.nullcontext(lambda: None)
     )
@@ -75,7 +73,6 @@ class Building:
     def _get_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = bound(original, *args, **kwargs)
         provider = given.arguments["model_provider_func"]
-        self.before(provider)
 
         @functools.wraps(provider)
         def chunk(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +88,6 @@ class Building:
 
     def _build_models(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = bound(original, *args, **kwargs)
-        self.before(given.arguments["build_model_func"])
         scripts = given.arguments.get("pre_wrap_hook")
         with self.finished() as finish:
 

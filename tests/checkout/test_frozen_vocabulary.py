@@ -79,10 +79,10 @@ def test_a_hook_on_the_embedding_module_is_called(train: Train) -> None:
 
 def test_what_the_parts_cannot_follow_is_refused(train: Train) -> None:
     for value, text in (
-        ({"hooked": [OUTPUT]}, "does not support hooks on the whole embedding"),
-        ({"frozen": [EMBEDDING], "tied": True}, "has frozen 1 of 2 copies"),
-        ({"doubled": ["output_layer"]}, "hook _double on output_layer: it would get hidden"),
-        ({"doubled": [""]}, "hook _double on GPTModel: it would get hidden states in place of"),
+        ({"hooked": [OUTPUT]}, "which would get hidden states; remove those on their weights"),
+        ({"frozen": [EMBEDDING], "tied": True}, "but 1 of 2 are frozen"),
+        ({"doubled": ["output_layer"]}, "would get hidden states; remove "),
+        ({"doubled": [""]}, "would get hidden states; remove "),
     ):
         outcome = train(OURS, **value)
         assert outcome.status == "failed"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.integration import ConfigError, entry_point, flags
+from megatron_ext.integration import entry_point, flags
 from megatron_ext.integration.feature import Feature, Run
 from megatron_ext.integration.features.offload.policy import SavedTensor, policy_of
 from megatron_ext.integration.install import Installation
@@ -70,24 +70,6 @@ def test_feature(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         installation.revert()
     assert clip_grads.clip_grad_by_total_norm_fp32 is original
-    args.use_megatron_fsdp = True
-    with pytest.raises(ConfigError, match="--pp-count-clipping does not support --use-megatron-f"):
-        clipping.check(Run(args, "0.0.0"))
-
-
-@pytest.mark.parametrize("code", ["Add a refusal"], indirect=True)
-def test_refusal(code: dict[str, Any]) -> None:
-    def refused(value: int, **others: Any) -> str | None:
-        given = {"pp_schedule": "zb-h1", "pp_profile_steps": 2, "pp_count_clipping": value}
-        return code["FLAG"].refusal(megatron_args(**{**given, **others}))
-
-    assert refused(1) is None
-    assert refused(0) == "--pp-count-clipping must be 1 or more, got 0"
-    assert "needs --pp-schedule; add it" in str(refused(1, pp_schedule=None))
-    assert "needs --pp-profile-steps; add it" in str(refused(1, pp_profile_steps=None))
-    assert "and --pp-trace x both write to the log" in str(refused(1, pp_trace="x"))
-    for clip, found in ((0.0, None), (1.0, None), (0.5, "0.5")):
-        assert code["CONFLICT"].found(megatron_args(clip_grad=clip)) == found
 
 
 @pytest.mark.parametrize("code", ["Add an offload policy"], indirect=True)
