@@ -148,7 +148,7 @@ DOORS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # Number of chunks, options, the model's configuration.
     "split backward": (1, {"schedule": "zb-h1"}, {}),
     "V placement, offload": (2, {"schedule": "v-half", **_HALF}, {}),
-    "messages": (2, {"schedule": "interleaved", "p2p": "edge,buffers"}, {}),
+    "messages": (2, {"schedule": "interleaved", "p2p": "edge"}, {}),
     "trace": (1, {"schedule": "1f1b", "trace": "traces"}, {}),
     "recompute": (1, {"schedule": "zb-h2"}, _RECOMPUTED),
     "experts, split": (

@@ -16,6 +16,7 @@ os.environ["MEGATRON_EXT_OFFLOAD_MIN_BYTES"] = "1"
 
 # First: it sets Apex's kernel up before it imports Megatron.
 from tests.megatron.cases import wgrad_cases
+from tests.support.case_server import serve
 
 # isort: split
 from megatron_ext.integration.features.moe.layer import PipelinedMoE
@@ -137,4 +138,4 @@ gpt_cases.run_case = run_case
 if __name__ == "__main__":
     with mock.patch.object(measure, "device_for", _faulty):
         with mock.patch.object(buffers, "device_for", _faulty):
-            gpt_cases.serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)
+            serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)

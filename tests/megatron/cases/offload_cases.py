@@ -19,6 +19,7 @@ os.environ["MEGATRON_EXT_OFFLOAD_MIN_BYTES"] = "1"
 
 # First: it sets Apex's kernel up before it imports Megatron.
 from tests.megatron.cases import wgrad_cases
+from tests.support.case_server import serve
 
 # isort: split
 from megatron_ext.integration.features import profile
@@ -172,4 +173,4 @@ gpt_cases.run_case = run_case
 
 
 if __name__ == "__main__":
-    gpt_cases.serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)
+    serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)

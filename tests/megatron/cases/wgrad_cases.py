@@ -24,6 +24,7 @@ sys.modules["fused_weight_gradient_mlp_cuda"] = fused_kernels()
 # First: it prepares the CPU device before Megatron is imported.
 from tests.megatron.cases import fake_te, gpt_cases  # noqa: E402
 from tests.megatron.cases.memory_cases import waiting_bytes  # noqa: E402
+from tests.support.case_server import serve  # noqa: E402
 
 # isort: split
 from megatron.core import parallel_state  # noqa: E402
@@ -262,4 +263,4 @@ gpt_cases.run_case = run_case
 
 
 if __name__ == "__main__":
-    gpt_cases.serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)
+    serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)
