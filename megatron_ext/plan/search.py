@@ -309,7 +309,9 @@ def _has_twin(search: Search, one: Candidate) -> bool:
 
 
 def _is_dear(search: Search, one: Candidate) -> bool:
-    """Too much work for what is left of it."""
+    """Too much work for what is left of it, or for one point."""
+    if search.work.of_point(one.spec) > _ONE * search.work.most:
+        return True
     if one.spec.offload:
         return not search.work.affords(one.spec, FOR_COSTLY)
     found = search.result.best is not None
@@ -364,3 +366,4 @@ _WITHOUT = -0.5  # of the work is left as long as nothing fits
 _CLOSE, _POLISHED = 1.015, 5  # points whose orders are made in full: so near the best, so many
 _HOPELESS = 1.8  # times the room for activations
 _ROUNDS = 3
+_ONE = 0.2  # of the work, the most for one point of the queue
