@@ -77,10 +77,6 @@ NOT_RUN = {
     r"\./scripts/(demo|test)\.sh": "takes minutes; continuous integration runs test.sh itself",
     r"pytest": "is this",
     r"megatron-ext prove": "takes a minute; tests/checkout/test_prove.py runs it",
-    r"python -m tests\.campaigns\.faults": "takes minutes; "
-    "tests/ranks/runtime/test_faults.py is its short form",
-    r"python -m tests\.campaigns\.(fuzz|random_equivalence)": "runs as long "
-    "as asked; tests/unit/fuzz and test_random_cases.py are shorter",
     r"make (lint|test-fast|test)": "scripts/test.sh runs the same",
     r"make (docs|reference)": "needs a package index, or torch; tests compare the reference pages",
     r"pre-commit install": "changes the hooks of this clone",
