@@ -37,21 +37,10 @@ class Arguments:
         return {word for text in names for word in text.replace(",", " ").split()}
 
     @property
-    def graphs(self) -> str:
-        """CUDA graphs that are asked for: of ``layers``, of an ``iteration``, or none."""
-        scopes = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
-        old = self.enable_cuda_graph or self.external_cuda_graph
-        asked = "local" if old else self.cuda_graph_impl or "none"
-        if asked == "none":
-            return ""
-        whole = any("full_iteration" in self.words(name) for name in scopes)
-        return "iteration" if whole or asked == "full_iteration" else "layers"
-
-    @property
-    def varies(self) -> Any:
-        """The number of microbatches, or their order, changes between steps."""
-        lengths = self.pp_microbatch_costs == "lengths"
-        return lengths or self.rampup_batch_size or self.step_batch_size_schedule
+    def graphs(self) -> bool:
+        """CUDA graphs are asked for."""
+        impl = self.cuda_graph_impl or "none"
+        return impl != "none" or bool(self.enable_cuda_graph or self.external_cuda_graph)
 
     @property
     def by_rank(self) -> Any:
@@ -322,20 +311,10 @@ DENIALS = (
     WRAPPED,
     Denial(
         ORDER,
-        "CUDA graphs of layers (--cuda-graph-impl local, transformer_engine)",
-        "Graphs of layers share memory in the order of stock's schedule; use --cuda-graph-impl "
-        "full_iteration.",
-        "--cuda-graph-impl local",
-        lambda it: it.graphs == "layers",
-    ),
-    Denial(
-        ORDER,
-        "--cuda-graph-impl full_iteration with --rampup-batch-size, --step-batch-size-schedule, "
-        "or --pp-microbatch-costs lengths",
-        "A graph replays the microbatches and the order it was captured with; drop "
-        "--cuda-graph-impl, or keep both fixed.",
-        "--cuda-graph-impl full_iteration --rampup-batch-size 2 2 8",
-        lambda it: it.graphs == "iteration" and it.varies,
+        "CUDA graphs (--cuda-graph-impl local, transformer_engine, full_iteration)",
+        "Graphs are captured and replayed in the order of stock's schedule; drop --cuda-graph-impl.",
+        "--cuda-graph-impl full_iteration",
+        lambda it: it.graphs,
     ),
     REPLICAS,
 )

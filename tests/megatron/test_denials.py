@@ -152,8 +152,6 @@ def test_its_example_trips_it(denial: Denial, monkeypatch: pytest.MonkeyPatch) -
 def test_a_denial_is_of_its_feature_alone() -> None:
     asked = run_of(support.ORDER, "--moe-expert-capacity-factor 1.0 --use-mup --mtp-num-layers 1")
     require_allowed(asked.args, in_use(asked))
-    asked = run_of(support.ORDER, "--cuda-graph-impl full_iteration")
-    require_allowed(asked.args, in_use(asked))
 
 
 def test_the_page_lists_them(tmp_path: Path) -> None:
