@@ -312,7 +312,8 @@ DENIALS = (
     Denial(
         ORDER,
         "CUDA graphs (--cuda-graph-impl local, transformer_engine, full_iteration)",
-        "Graphs are captured and replayed in the order of stock's schedule; drop --cuda-graph-impl.",
+        "Graphs are captured and replayed in the order of stock's schedule; drop "
+        "--cuda-graph-impl.",
         "--cuda-graph-impl full_iteration",
         lambda it: it.graphs,
     ),

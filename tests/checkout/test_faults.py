@@ -20,7 +20,6 @@ from tests.support.checkouts import MAIN_TAG, Serve, environment, existing
 from tests.support.server import Outcome, ScriptServer
 from tests.support.waiting import wait_until
 
-# tests/campaigns/faults.py has every kind of action, on the executor alone.
 LIMIT = 6  # seconds, from the accident on
 ITERATIONS, EVERY = 6, 2
 FLAGS = [

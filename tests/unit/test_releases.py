@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from megatron_ext import patching
-from megatron_ext.releases import LIST, NEWEST, RELEASES, closest, line, parse
+from megatron_ext.releases import NEWEST, RELEASES, closest, line, parse
 from tests.support import ROOT
 
 
@@ -84,53 +80,3 @@ def test_scripts_read_it() -> None:
     done = subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True)
     wanted = [f"megatron-core=={NEWEST.version}", f"torch>=2.13,<={NEWEST.torch}"]
     assert done.stdout.splitlines() == wanted, done.stderr
-
-
-def test_no_other_list() -> None:
-    """Code spells no release but where one behaves differently from the others."""
-    others = [release.version for release in RELEASES[1:]]
-    paths = [*(ROOT / "megatron_ext").rglob("*.py"), *(ROOT / "scripts").rglob("*.*")]
-    paths += [ROOT / "setup.py", *(ROOT / "tests" / "support").rglob("*.py")]
-    found = [
-        path.relative_to(ROOT).as_posix()
-        for path in paths
-        if path.is_file() and path.suffix in (".py", ".sh", ".sbatch")
-        if sum(version in path.read_text() for version in others) > 1
-    ]
-    assert found == []
-    assert LIST.read_text().count("core_v") >= len(RELEASES)
-
-
-def test_a_new_release_by_the_recipe(tmp_path: Path) -> None:
-    """docs/develop/extending.md, in a copy of the repository: a line of the list, and its patch."""
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
-    copy, checkout = tmp_path / "copy", tmp_path / "Megatron-LM"
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("megatron_ext", "scripts", "patches"):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    major, minor = RELEASES[-1].line
-    tag = f"core_v{major}.{minor + 1}.0"
-    for name in (patching.FILE, patching.PACKAGE_INFO):
-        (checkout / name).parent.mkdir(parents=True)
-    numbers = f"MAJOR = {major}\nMINOR = {minor + 1}\nPATCH = 1\n"
-    (checkout / patching.PACKAGE_INFO).write_text(numbers)
-    stock = "import sys\n\ndef parse_args(ignore=False):\n    return sys.argv\n"
-    (checkout / patching.FILE).write_text(stock)
-
-    def run(*command: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(list(map(str, command)), cwd=copy, capture_output=True, text=True)
-
-    tool = (sys.executable, "-m", "megatron_ext", "patch")
-    assert "warning" in run(*tool, "status", checkout).stderr
-    with (copy / "megatron_ext" / "releases.txt").open("a") as file:
-        file.write(f"{tag} {tag[6:]} 2.15.0 -\n")
-    assert run(sys.executable, "-m", "scripts.make_patches", tag, checkout).returncode == 0
-
-    assert run("bash", "scripts/get_megatron.sh", "--list").stdout.split()[-1] == tag
-    wheel = run("bash", "-c", "source scripts/lib.sh; requirements").stdout.split()[0]
-    assert wheel == f"megatron-core=={tag[6:]}"
-    done = run(*tool, "apply", checkout, "--json")
-    assert (json.loads(done.stdout)["tag"], done.stderr) == (tag, "")
-    assert run("bash", "scripts/apply_patches.sh", "--revert", checkout).returncode == 0
-    assert (checkout / patching.FILE).read_text() == stock

@@ -40,7 +40,6 @@ from tests.ranks.runtime.channel_cases import (  # noqa: F401
     wrong_messages,
 )
 from tests.ranks.runtime.context import CPU, Context, channel, raised
-from tests.ranks.runtime.vocabulary_cases import tensor_ranks, vocabulary  # noqa: F401
 from tests.support.held_time import HeldTime, TimeInPasses
 from tests.support.waiting import PATIENCE
 
