@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from .integration import Report
 
-__version__ = "0.2.2"
+__version__ = "0.3.0.dev0"
 __all__ = ["apply", "disable", "enable", "forward_backward_func", "revert"]
 
 
