@@ -15,7 +15,6 @@ from tests.support.waiting import PATIENCE
 
 # Not from Megatron's parser: Megatron computes them, the training loop or we set them.
 DERIVED = {
-    "curr_iteration",
     "data_parallel_size",
     "params_dtype",
     "rank",

@@ -141,8 +141,7 @@ def check_library(found: dict[str, Any]) -> None:
     assert "ConfigError: megatron_ext is applied already, with 4 hooks" in found["twice"]
     assert found["again"] is True
     assert "applied already" in found["again_with_config"]
-    assert "before megatron_ext.apply()" in found["parsed_before"]
-    assert "x.yaml" in found["yaml"]
+    assert "pp_schedule" in found["parsed_before"]
     assert found["same_after_revert"] is True
     assert "nothing of megatron-core" in found["report_after_revert"]
     assert "ConfigError: megatron_ext.apply() needs to add" in found["too_late"]

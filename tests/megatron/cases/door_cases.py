@@ -62,7 +62,6 @@ def library() -> None:
     out["again"] = megatron_ext.apply(exist_ok=True).hooks == report.hooks
     out["again_with_config"] = error_of(lambda: megatron_ext.apply({"pp_cost": "1"}, exist_ok=True))
     out["parsed_before"] = error_of(lambda: arguments.validate_args(early))
-    out["yaml"] = error_of(lambda: parse("--yaml-cfg", "x.yaml"))
     megatron_ext.revert()
     megatron_ext.revert()
     out["same_after_revert"] = megatron_symbols() == symbols
