@@ -160,7 +160,7 @@ def test_what_is_known_of_hooks_goes_with_the_graph(weight: Any) -> None:
 @pytest.mark.parametrize("reduced", [False, True], ids=["bare", "ddp"])
 @pytest.mark.parametrize("op", ["T", "G"])
 def test_hooks_on_a_part_of_the_vocabulary(weight: Any, op: str, reduced: bool) -> None:
-    """They see a microbatch's gradient once, summed over chunks of tokens, and Megatron's hook what
+    """They see a microbatch's gradient once, and Megatron's hook what
     they have made of it; without them it is added to ``main_grad`` or in place, as before."""
     import torch
 
@@ -189,8 +189,8 @@ def test_hooks_on_a_part_of_the_vocabulary(weight: Any, op: str, reduced: bool) 
     runner._it = types.SimpleNamespace(config=config, num_microbatches=9)
     runner._last_use = {id(weight): T}
     runner.syncing = lambda *unused: contextlib.nullcontext()
-    x, grad = torch.ones(2, 3), torch.full((2, 4), 0.5)
-    given = [(x, grad), (x, grad)] if op == "T" else torch.full((4, 3), 2.0)
+    x, grad = torch.ones(4, 3), torch.full((4, 4), 0.5)
+    given = (x, grad) if op == "T" else torch.full((4, 3), 2.0)
 
     with torch.no_grad():
         runner._add(T if op == "T" else G, 0, weight, given)

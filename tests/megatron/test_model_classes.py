@@ -138,7 +138,7 @@ def test_decoder_sequences_of_another_length(chunks: int, length: int) -> None:
         assert call.shape == (length, 2, 8) and call.batch == (length, 2)
         raise Begun
 
-    pipeline.begin = begin
+    pipeline._begin = begin
     models = [SimpleNamespace(config=config)] * chunks
     with pytest.raises(Begun):
         pipeline(

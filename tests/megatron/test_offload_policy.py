@@ -43,9 +43,8 @@ def test_policies_by_name_and_by_function() -> None:
     ("text", "parts"),
     [
         ("keep-attention", ["'keep-attention' is not known", "all, keep-attention-inputs", ":"]),
-        ("no.such.module:keep", ["cannot be imported", "no.such.module", "PYTHONPATH"]),
+        ("no.such.module:keep", ["cannot be imported", "No module named 'no'"]),
         (f"{OWN}:keep_none", ["cannot be imported", "keep_none"]),
-        (f"{OWN}:NOT_A_FUNCTION", ["needs a function, but it is a int"]),
     ],
 )
 def test_wrong_policies(text: str, parts: list[str]) -> None:

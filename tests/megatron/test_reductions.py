@@ -142,20 +142,3 @@ def test_gradients_that_are_saved_are_reduced_on_every_rank(explicit: bool) -> N
         runner.chunk_done(chunk)
     found = [model.bucket_groups[0].of_all_ranks for model in runner._it.models]
     assert found == [[False], [True]]
-
-
-@pytest.mark.parametrize(
-    ("placement", "explicit", "overlap", "count"),
-    [
-        (Placement.loop(2, 1), False, True, 1),
-        (Placement.loop(2, 1), True, True, 0),
-        (Placement.loop(2, 1), False, False, 0),
-        (Placement.vee(2), False, True, 0),
-    ],
-)
-def test_which_chunks_hooks_of_parameters_start(
-    placement: Placement, explicit: bool, overlap: bool, count: int
-) -> None:
-    """Their replicas must get gradients in one order."""
-    runner, _ = runner_of(placement, 0, explicit, overlap)
-    assert len(runner._reductions.started_by_hooks) == count

@@ -319,7 +319,7 @@ def test_report_counts_split_and_fused_parameters(te: Any) -> None:
     assert "66.7 %" in report.text("zb-h1") and "--pp-cost 1,1.33,0.667" in report.text("zb-h1")
     assert report.as_dict()["split_parameters"] == 256
     model[0].bias.register_hook(lambda grad: grad)
-    hooked = wgrad_report([model])
+    hooked = wgrad_report([model], hooked=[id(model[0].bias)])
     assert hooked.fused_modules == {"Linear": 128, "LayerNormLinear with hooks": 128}
 
 

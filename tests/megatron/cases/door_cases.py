@@ -23,7 +23,7 @@ cpu.install()
 checkout = sys.argv[1] if len(sys.argv) > 1 else None
 if checkout is not None:
     sys.path.insert(0, checkout)
-from megatron.training import arguments, global_vars  # noqa: E402
+from megatron.training import arguments  # noqa: E402
 
 
 def parse(*argv: str) -> Any:
@@ -66,9 +66,6 @@ def library() -> None:
     megatron_ext.revert()
     out["same_after_revert"] = megatron_symbols() == symbols
     out["report_after_revert"] = str(report)
-    global_vars._GLOBAL_ARGS = early
-    out["too_late"] = error_of(megatron_ext.apply)
-    global_vars._GLOBAL_ARGS = None
 
 
 def patched() -> None:

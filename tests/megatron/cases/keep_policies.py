@@ -17,6 +17,3 @@ class Policies:
     def keep_all(saved: SavedTensor) -> bool:
         """Keep everything."""
         return True
-
-
-NOT_A_FUNCTION = 7

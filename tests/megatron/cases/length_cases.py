@@ -230,14 +230,8 @@ def refusals(case: dict[str, Any]) -> dict[str, str]:
     def some(form: str = "mapping", count: int = 3) -> Iterator[Any]:
         return iter([batch_of(3 + j, j, form) for j in range(count)])
 
-    class Other:
-        def get_next(self) -> None:
-            """As iterators have it that are none."""
-
     out["pairs"] = call(some("pair"))
-    out["nothing"] = call(None)
     out["ended"] = call(some(count=2))
-    out["other"] = call(Other())
     out["function"] = call(some(), {"microbatch_costs": lambda batch: -1})
     out["cap"] = call(
         some(), {"schedule": "v-cap", "memory_cap": 0.5, "microbatch_costs": "lengths"}

@@ -281,7 +281,7 @@ def late(case: dict[str, Any]) -> Any:
     own = {name: id(getattr(sys.modules[owner], name)) for owner, name in _LATE}
     stocks = {name: id(held[name]) for _, name in _LATE}
     megatron_ext.enable("zb-h1")
-    again = id(held["initialize_model_parallel"]) not in stocks.values()
+    again = id(held["forward_backward_pipelining_with_interleaving"]) not in stocks.values()
     initialize()
     variable, model, puts = get_forward_backward_func(), build(), _counted_puts()
     losses = [step(model, variable)]
