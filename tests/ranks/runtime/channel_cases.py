@@ -116,7 +116,7 @@ def late_shapes(context: Context) -> Any:
 
 def pending(context: Context) -> list[str | None]:
     """The oldest message under way, by the rules of NCCL, while the peer comes late."""
-    pipe = channel(context, nccl=True, way="edge,priority=normal")  # nobody else's from here on
+    pipe = channel(context, nccl=True, way="edge alone")  # nobody else's from here on
     seen = Path(context.folder, "seen")
     dist.barrier(context.group)
     if context.rank == 0:

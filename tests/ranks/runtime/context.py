@@ -47,7 +47,7 @@ def channel(
     if nccl:
         key = f"edges of {context.size} ranks {way}"
         if key not in context.memo:
-            context.memo[key] = NcclEdges(context.group, "as nccl", CPU, options)
+            context.memo[key] = NcclEdges(context.group, key, CPU, options)
         edges = context.memo[key]
         edges.connect(every, varying)
     else:
