@@ -14,7 +14,8 @@ from typing import NamedTuple
 from .costs import Costs
 from .effects import peak_sets
 from .generators import GENERATORS, NAMES, generate, generated_by
-from .generators.cap import LEAST_CAP, v_cap_limits
+from .generators.cap import LEAST_CAP, loosened, v_cap_limits
+from .generators.request import Request
 from .generators.vocabulary import add_vocabulary
 from .memory_cap import Cap, ShareCap, number_text
 from .passes.join import join
@@ -85,6 +86,40 @@ def named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
         spec: the request.
         chosen: the user named it; else it is one of those that ``auto`` tries.
     """
+    found: list[Selected] = []
+    failed = None
+    try:
+        found.append(_as_large(spec, chosen))
+    except ValueError as error:
+        failed = error
+    found += _loosened(spec)
+    if not found:
+        assert failed is not None
+        raise failed
+    return _fastest(found)
+
+
+def _loosened(spec: ScheduleSpec) -> list[Selected]:
+    """The fastest of the ``loosened`` orders that offload brings under the cap, if one is."""
+    takes = spec.order is None and GENERATORS[spec.name].takes_memory_cap
+    if not takes or spec.offload is None or spec.cap is None or not spec.effort:
+        return []
+    if spec.barriers or spec.has_units:
+        return []
+    placement, m, costs = spec.placement, spec.microbatches, spec.costs
+    order = Schedule(spec.name, placement, m, (), costs)
+    request = Request(placement, m, costs.durations(placement).reduced(), effort=0)
+    for ranks in loosened(request):
+        try:
+            made = _made(replace(spec, order=order.with_ranks(ranks)), _Option())
+        except ValueError:
+            continue
+        return [replace(made, spec=spec)]
+    return []
+
+
+def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
+    """The largest order of the name that keeps the cap."""
     options = _options(spec, chosen)
     # Every order of such a name keeps its block's memory, so its block says whether it fits.
     looks = spec.has_units and not (spec.offload or spec.cap is None or spec.order)
@@ -279,7 +314,7 @@ def _made(spec: ScheduleSpec, option: _Option) -> Selected:
 
 
 def least_time(spec: ScheduleSpec) -> Fraction:
-    """What no order of this name beats, with any offload: it makes no order faster.
+    """The time of the largest order of this name: offload makes none faster.
 
     Raises:
         ValueError: there is none.

@@ -123,6 +123,19 @@ def named_order(request: Request, vee: Vee) -> Found:
     return searched(own, cap) if request.effort else _quick(own, rows, cap)
 
 
+def loosened(request: Request) -> list[RankActions]:
+    """The named V orders and their list schedules in 1F1B's memory, the fastest first.
+
+    Most of their sets live from F to B, where offload takes them, and few between B and W.
+    """
+    found: list[Found] = []
+    for vee in VEES.values():
+        search = request.search(v_cap_limits(request.pp)[1])
+        search.start(vee.rows(request.pp, request.microbatches), GAPS[:1])
+        found += search.pool
+    return [request.tasks.actions(one.rows) for one in sorted(found, key=lambda one: one.time)]
+
+
 def _quick(request: Request, rows: Rows, cap: int) -> Found:
     """This order, or the fastest of a few list schedules of it under ``cap``."""
     gaps = GAPS[:1] if request.is_long else GAPS

@@ -42,26 +42,18 @@ def over(pp: int, wanted: str | int = "auto", time: Any = QUARTER) -> OffloadSpe
 
 @pytest.mark.parametrize("cap", sampled(["1/4", "1/3", "5/8", "3/4", "1"], ("1",)))
 def test_the_largest_that_can_be_brought_under_the_cap(cap: str) -> None:
-    """Against trying all caps from V-Min's on; under 1/3 the third one fits, the second does
-    not, but an unsearched order of more memory is faster."""
+    """Against trying all caps from V-Min's on; a loosened order may be faster."""
     share, away = Fraction(cap), over(6)
     sets = cap_sets(share, 6, 2)
-    fitting, plain = (
-        [
-            plan
-            for size in range(max(sets, 6), 13)
-            for order in [generate("v-cap", 6, 18, memory_cap=size, effort=effort)]
-            if max((plan := offload(order, away.link, most_sets=sets)).peak_sets) <= sets
-        ]
-        for effort in (None, 0)
-    )
-    if not fitting:
-        with pytest.raises(CapExceeded):
-            select(request("v-cap", 6, 18, share, offload=away))
-        return
+    fitting = [
+        plan
+        for size in range(max(sets, 6), 13)
+        for order in [generate("v-cap", 6, 18, memory_cap=size)]
+        if max((plan := offload(order, away.link, most_sets=sets)).peak_sets) <= sets
+    ]
     found = select(request("v-cap", 6, 18, share, offload=away))
-    assert found.schedule.ranks in [plan.schedule.ranks for plan in (fitting[-1], *plain)]
-    assert found.time <= simulate(fitting[-1].schedule).makespan
+    assert not fitting or found.time <= simulate(fitting[-1].schedule).makespan
+    assert max(simulate(found.schedule).peak_activation) <= 6 * share
     assert found.plan is not None and found.plan.peak_sets == check(found.schedule).peak_sets
     assert found.schedule.note == found.plan.note
 
@@ -155,17 +147,11 @@ def test_auto_below_what_any_schedule_takes_alone() -> None:
     assert alone.schedule.name == "v-cap" and found.time < alone.time
 
 
-@pytest.mark.parametrize(
-    ("cap", "makespan", "time"),
-    sampled(
-        [(*row, t) for row in (("1/4", 54), ("3/8", 53), ("1/2", 52)) for t in ("0.1", "0.25")],
-        (),
-    ),
-)
-def test_an_order_made_for_offload(cap: str, makespan: int, time: str) -> None:
-    """The work bound is 51.5; an order that is offloaded afterwards takes 55, 55 and 53."""
-    found = select(request(AUTO, 8, 16, Fraction(cap), offload=over(8, time=time)))
-    assert found.time <= makespan
+@pytest.mark.parametrize(("cap", "makespan"), [("1/4", 53.5), ("3/8", 53.5), ("1/2", 51.5)])
+def test_a_loosened_order_for_offload(cap: str, makespan: float) -> None:
+    """The work bound is 51.5; orders made for the memory that they hold take 55, 55 and 53."""
+    found = select(request(AUTO, 8, 16, Fraction(cap), offload=over(8, time="0.25")))
+    assert found.time == makespan
     assert max(check(found.schedule).peak_activation) <= 8 * Fraction(cap)
     assert found.plan is not None and not found.plan.stall
 
