@@ -157,7 +157,7 @@ class Link:
 
     @property
     def text(self) -> str:
-        """The times as ``--offload-time`` and ``--pp-offload-time`` take them, exactly."""
+        """The times as ``--offload-time`` takes them, exactly."""
         ways = [_text(self.to_host), _text(self.to_device)]
         return ",".join(ways if ways[0] != ways[1] else ways[:1])
 

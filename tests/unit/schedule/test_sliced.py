@@ -377,7 +377,7 @@ def test_sets_of_slices_are_offloaded(name: str, attention: Fraction) -> None:
 
 
 @pytest.mark.parametrize("name", ["v-cap", "auto"])
-def test_a_cap_under_which_sets_grow(name: str) -> None:
+def test_a_cap_below_the_largest_sets(name: str) -> None:
     """Kept in bytes; cut microbatches idle less under it than whole ones do."""
     cap = ShareCap(Fraction(1, 2), growth=Fraction(5, 4))
     spec = ScheduleSpec(name, 4, 4, 2, cap=cap, effort=0, names=("v-half", "v-cap", "zb-h1"))
