@@ -129,7 +129,7 @@ SEARCHED = Options(
         "--microbatches M": "microbatches of one iteration at the job's own --micro-batch-size, in "
         "place of --global-batch-size",
         "--schedules A,B": f"among {', '.join(NAMES)} (default all)",
-        "--chunks V,V": "model chunks per rank (default 2,4)",
+        "--chunks V,V": "model chunks per rank (default 2,4,8, as far as there are layers)",
         "--micro-batch-sizes B,B": "default 1, 2, 4 and the job's own, if they divide the batch",
         "--cheap-recompute": "auto (default): try both",
         "--offload": "offload in every candidate (half, full, auto), in none (off), or where it "
@@ -140,7 +140,6 @@ SEARCHED = Options(
         "--slices K,K": "of every sequence, tried with the likely fastest schedules where "
         "microbatches are few or sequences long: numbers, auto (default: 2,4 where training cuts "
         "such models), or off",
-        "--effort X": "factor on the work of the search (1: about 15 s of one core)",
         "--grid": "search all parallel sizes but those given beside --from-args; without --pp they "
         "always are searched, if they are not given",
         "--gpus-per-node N": "devices that the peer link connects: the most tensor-parallel ranks; "
@@ -151,7 +150,6 @@ SEARCHED = Options(
         "--cheap-recompute": ("auto", "on", "off"),
         "--offload": ("auto", "half", "full", "any", "off"),
         "--shard-vocabulary": ("auto", "off"),
-        "--effort": float,
     },
-    defaults={"--shard-vocabulary": "auto", "--effort": 1.0},
+    defaults={"--shard-vocabulary": "auto"},
 )

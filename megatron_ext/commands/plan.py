@@ -7,7 +7,7 @@ import json
 import time
 
 from .._terminal import Progress
-from ..plan.search import Search
+from ..plan.search import search
 from . import plan_device, plan_input, plan_space, training_command
 from .common import JSON, InputError, Options, Parser, user_input
 from .plan_baseline import baselines, baselines_json
@@ -58,8 +58,8 @@ def _plan(args: argparse.Namespace) -> int:
             budgets = plan_device.budgets(args, gpu)
             others = baselines(args, given, gpu, own, spaces, budgets, progress)
             alone = not args.schedules  # else a pipeline is asked for
-            asked_for = spaces, *budgets, args.effort, progress, others.seeds(spaces, alone=alone)
-            result = Search(*asked_for, others.units, alone=alone).run()
+            seeds = others.seeds(spaces, alone=alone)
+            result = search(spaces, *budgets, progress, seeds, others.families, alone=alone)
     best = result.best
     notes = [*notes, *spaces[0].job.assumptions]
     seconds = time.perf_counter() - started
@@ -79,7 +79,5 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.effort <= 0:
-        raise InputError(f"--effort must be > 0, got {args.effort}")
     if args.output is not None and not args.output.endswith(".json"):
         raise InputError(f"--output {args.output}: a schedule file's name ends in .json")

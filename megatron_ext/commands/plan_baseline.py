@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan.alone import without_pipeline
-from ..plan.candidate import Units
 from ..plan.flags import job_of
 from ..plan.gpu import Gpu
 from ..plan.point import Point, evaluate
 from ..plan.result import Result, sizes_of
-from ..plan.search import Search
+from ..plan.rows import Families
+from ..plan.search import search
 from ..plan.space import SearchSpace
 from ..plan.stock import allows, named, of_stock
 from . import plan_space
@@ -22,7 +22,7 @@ from .plan_given import Given
 from .plan_report import point_json
 
 YOURS, STOCK = "yours", "stock"
-_STOCK_EFFORT = 0.2  # of the search for stock's best
+_SHARE = 0.2  # of the work, for stock's best
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Baselines:
     Attributes:
         yours: a point, or why there is none.
         stock: of what fits the fastest, else the smallest; None: there is none.
-        units: for other searches.
+        families: for other searches.
     """
 
     yours: Point | str
     stock: Point | None
-    units: Units
+    families: Families
 
     def seeds(self, spaces: Sequence[SearchSpace], *, alone: bool) -> list[Point]:
         """Those that may be the answer.
@@ -73,19 +73,18 @@ def baselines(
         spaces: what is searched.
         budgets: bytes of a rank on the device, and on the host.
     """
-    units = Units()
+    families = Families()
     progress("your flags as they are")
     yours = _yours(args, given, gpu, own)
     progress("stock schedules that fit")
     stock = None
     try:
         asked = [of_stock(space) for space in spaces]
-        effort = args.effort * _STOCK_EFFORT
-        found = Search(asked, *budgets, effort, progress, units=units).run()
+        found = search(asked, *budgets, progress, families=families, share=_SHARE)
         stock = found.best or found.smallest
     except ValueError:
         pass  # Megatron has none for these numbers
-    return Baselines(yours, stock, units)
+    return Baselines(yours, stock, families)
 
 
 def _yours(args: argparse.Namespace, given: dict[str, Any], gpu: Gpu, own: Given) -> Point | str:

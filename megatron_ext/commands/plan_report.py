@@ -28,9 +28,7 @@ def report_json(
     """The whole answer; times in milliseconds, sizes in bytes.
 
     ``chosen`` is null where nothing fits; then ``needs`` says what would. ``expected_error``: of
-    step times, as a share. ``skipped``: candidates that a bound
-    would have let in; ``cut``: of these, what only the limit of work left out; ``possible``: by
-    which share one of them may be faster, at most.
+    step times, as a share. ``candidates``: configurations that may fit, by closed forms.
     """
     best = result.best
     shown = best or result.smallest
@@ -46,9 +44,6 @@ def report_json(
         "chosen": None,
         "simulated": len(result.points),
         "candidates": result.candidates,
-        "skipped": result.skipped,
-        "cut": result.cut,
-        "possible": result.possible,
         "ignored": list(ignored),
         "assumptions": assumptions(space, notes, len(spaces) > 1),
         "seconds": round(seconds, 3),
@@ -87,9 +82,8 @@ def _grid_json(result: Result, gpu: Gpu, shown: Point) -> dict[str, Any]:
         "world_size": devices(shown.job),
         "divisions": result.divisions,
         "cases": result.cases,
-        "pruned": result.cases - result.searched - result.unsearched,
-        "searched": result.searched,
-        "skipped": result.unsearched,
+        "pruned": result.pruned,
+        "searched": result.cases - result.pruned,
         "without_pipeline": None if alone is None else point_json(alone, gpu),
     }
 

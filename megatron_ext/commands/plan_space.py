@@ -17,6 +17,7 @@ from .parser import Parser
 from .plan_given import Given
 
 OFFLOAD = ("half", "full", "auto")
+CHUNKS = (2, 4, 8)
 
 
 def declare(parser: Parser) -> None:
@@ -118,10 +119,10 @@ def schedules(text: str | None) -> tuple[str, ...]:
 
 
 def _chunks(job: Job, own: Given) -> tuple[int, ...]:
-    """2, 4 and the user's own."""
+    """``CHUNKS`` that there are layers for, and the user's own."""
     pp = job.pipeline_model_parallel_size
     mine = {own.chunks} if own.schedule != "1f1b" else set()
-    return tuple(v for v in sorted({2, 4} | mine) if v == 2 or v * pp <= job.num_layers)
+    return tuple(v for v in sorted({*CHUNKS} | mine) if v == 2 or v * pp <= job.num_layers)
 
 
 def _sizes(args: argparse.Namespace, job: Job) -> tuple[int, ...]:

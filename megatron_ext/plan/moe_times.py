@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import comb, inf
 from typing import NamedTuple
 
-from ..moe.plan import STOCK, LayerPlan, Restore, Strategy, copied_bytes, saved_bytes
+from ..moe.plan import STOCK, LayerPlan, Restore, copied_bytes, saved_bytes
 from .gpu import Gpu
 from .launches import of_experts
 from .mlp import _activation, _routing, experts, routed_tokens
@@ -49,7 +49,8 @@ Price = Callable[[Part], Sequence[float]]
 _ONCE, _OURS, _AGAIN = 53, (9, 8), 4
 _STOCK = (10, 20)
 
-MARGIN = 0.02  # a plan must be faster than a simpler one by this
+MARGIN = 0.02  # a plan must be faster than the first by this
+SMALLER = 0.1  # or smaller than all that are faster
 
 
 class LayerRun(NamedTuple):
@@ -225,23 +226,27 @@ def chunk_gain(job: Job, runs: Runs, price: Price, kinds: str) -> tuple[float, f
 def variants(job: Job, runs_of: Runs) -> list[Job]:
     """The job with each plan of its MoE layers that is worth a search; Megatron's own first.
 
-    Of the plans that training tries (``moe.plan.candidates``) those that no other one beats in
-    time and memory. What ``--moe-pipeline-chunks`` and ``--moe-memory-reuse`` fix stays fixed.
+    Of all plans that ``--moe-pipeline-chunks`` and ``--moe-memory-reuse`` allow those that no
+    other one beats in time and memory: each is much smaller than all that are faster.
     """
     if not has_experts(job) or job.moe_pipeline_chunks == "off" or fixed_plan(job) is not None:
         return [job]
     if without_chunks_because(job) or job.recipe == "delayed":
         return [job]
     shape, rows, in_flight = shape_of(job), routed_tokens(job), calls(job)
-    found: dict[LayerPlan, tuple[float, int]] = {}
-    for plan in open_plans(job):
-        time, kept = runs_of(plan).time, saved_bytes(shape, rows, plan.strategy)
-        nbytes = in_flight * kept + buffer_bytes(shape, rows, plan)
-        restores = plan.strategy is not Strategy.NONE  # without, buffers alone are smaller
-        if all(
-            time < (1 - MARGIN) * t or (restores and nbytes < size) for t, size in found.values()
-        ):
-            found[plan] = time, nbytes
+    first, *others = open_plans(job)
+    own = runs_of(first).time
+
+    def size(plan: LayerPlan) -> int:
+        kept = saved_bytes(shape, rows, plan.strategy)
+        return in_flight * kept + buffer_bytes(shape, rows, plan)
+
+    found, least = [first], float("inf")
+    for plan in sorted(others, key=lambda plan: (runs_of(plan).time, size(plan))):
+        faster = runs_of(plan).time < (1 - MARGIN) * own
+        if size(plan) < (1 - SMALLER) * min(least, float("inf") if faster else size(first)):
+            found.append(plan)
+            least = size(plan)
     return [with_plan(job, plan) for plan in found]
 
 

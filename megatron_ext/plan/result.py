@@ -15,12 +15,9 @@ class Result:
     Attributes:
         budget, host_budget: bytes per rank, of the device and of the host (None: no limit).
         points: all that were simulated, the given ones among them.
-        divisions, cases: how many there are; ``searched`` cases had candidates made of them.
-        unsearched: cases that a bound would have let in, but not their likely time.
-        candidates: schedules with a likely time.
-        skipped: cases and candidates that a bound would have let in: unlikely ones.
-        cut: of these, what the limit of work cut although they are likely.
-        least_us: no order of what was skipped is faster; None: nothing was.
+        divisions, cases: how many there are; of ``pruned`` cases nothing can fit.
+        candidates: configurations that may fit.
+        alone: the fastest that fits without a pipeline.
     """
 
     budget: int
@@ -28,12 +25,8 @@ class Result:
     points: list[Point] = field(default_factory=list)
     divisions: int = 0
     cases: int = 0
-    searched: int = 0
-    unsearched: int = 0
+    pruned: int = 0
     candidates: int = 0
-    skipped: int = 0
-    cut: int = 0
-    least_us: float | None = None
     alone: Point | None = None
 
     def fits(self, point: Point) -> bool:
@@ -63,14 +56,6 @@ class Result:
             p for p in self.points if self.host_budget is None or p.host_bytes <= self.host_budget
         ]
         return min(usable, key=lambda point: (point.worst.total, point.iteration_us))
-
-    @property
-    def possible(self) -> float:
-        """By which share an order that was not made may be faster than the fastest, at most."""
-        best = self.best
-        if best is None or self.least_us is None:
-            return 0.0
-        return max(0.0, 1 - self.least_us / float(best.iteration_us))
 
 
 def division_text(job: Job) -> str:

@@ -1,131 +1,85 @@
-"""The search: one queue of all that may be chosen, whichever of it the user has fixed.
+"""The search: all configurations in one table, and the fastest that fits.
 
-What is searched is a division of the devices, a microbatch size, a kind of recompute, the
-vocabulary in one piece or sharded, a schedule with its chunks, a split of the layers, slices, and
-offload. It is looked at in three steps, each of which costs about ten times as much as the one
-before: closed forms of a *case* (``cases.py``), the same schedule for equal costs with few
-microbatches (a *candidate*), and the schedule itself (a *point*). The queue's first is what is
-likely the fastest by all that is known of it. What cannot be faster than the best point is left
-out by its lower bound; the search ends when nothing is left that is likely to be faster, or when
-its work is used up. Work counts passes and not seconds, so the answer is the same on every machine.
-
-Points that are there before (the user's own flags, stock schedules that fit) are candidates for
-the answer too: it is never slower than they are, whatever the limit cuts. What takes longest to
-make, orders at a cap or with offload, comes after all that, only where a bound lets it win.
+Three steps, each of which costs about ten times as much for one configuration as the one before:
+closed forms of all (``rows.py``), short orders of the likely fastest (``short.py``), and whole
+orders of the best of these: with little effort, then a few as training makes them. Points that are
+given, the user's own flags and stock's best that fits, are rows of the same table: no answer is
+slower than they are.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import replace
 
-from ..schedule import GENERATORS, Costs, ScheduleSpec
-from . import later
+from ..schedule import GENERATORS, ScheduleSpec
 from .alone import without_pipeline
-from .candidate import Candidate, Units, candidates_of
-from .cases import Case, cases
 from .model import PlanError
-from .offers import offers
 from .point import Point, evaluate
 from .result import Result, division_text
+from .rows import Families, Row, rows
+from .short import SLACK, Candidate, candidates, shortlist
+from .slices import sliced, worth_it
 from .space import SearchSpace
-from .work import FOR_COSTLY, FOR_LAST, MOST, NEAR, Work, full
-from .workload import Workload
+from .vocabulary import rank_work
+from .work import SECOND, work_of
 
 
-@dataclass
-class Seen:
-    """What left the queue and was not simulated, or not yet.
-
-    Attributes:
-        never: cases whose states alone are too large.
-        ready: candidates with a likely time; ``large``: of these what does not fit as it is.
-        hopeless: far too large, and without a likely time.
-        dear: too much work for the queue.
-        twins: simulated in another division.
-    """
-
-    never: list[Case] = field(default_factory=list)
-    ready: list[Candidate] = field(default_factory=list)
-    large: list[Candidate] = field(default_factory=list)
-    hopeless: list[Candidate] = field(default_factory=list)
-    dear: list[Candidate] = field(default_factory=list)
-    twins: list[Candidate] = field(default_factory=list)
-
-
-class Search:
-    """One search.
+def search(
+    spaces: Sequence[SearchSpace],
+    budget: int,
+    host_budget: int | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    given: Iterable[Point] = (),
+    families: Families | None = None,
+    *,
+    alone: bool = True,
+    share: float = 1.0,
+) -> Result:
+    """The points that are likely the fastest, with the fastest that fits among them.
 
     Args:
         spaces: of every division that is searched.
         budget, host_budget: as ``Result``.
-        effort: a factor on the work.
         progress: called with a line now and then.
         given: points that are there before, and may be the answer.
-        units: shared with other searches.
+        families: shared with other searches.
         alone: no pipeline may be the answer, where a space has one rank.
+        share: of the work, for points with little effort.
+
+    Raises:
+        PlanError: no schedule is possible for this model and these devices.
     """
+    one = _Search(spaces, Result(budget, host_budget), progress, families or Families())
+    apart: list[Point] = []  # they need no search, and are no reason to leave out a pipeline
+    for point in given:
+        (one.result.points if point.is_pipeline else apart).append(point)
+    one.fastest(_WORK * share)
+    one.polish()
+    apart += [one.result.alone] if alone and one.result.alone is not None else []
+    for point in apart:
+        if not any(known.key() == point.key() for known in one.result.points):
+            one.result.points.append(point)
+    if one.result.best is None:
+        one.smallest()
+        one.polish()
+    if not one.result.points:
+        raise PlanError(_why_none(spaces))
+    return one.result
+
+
+class _Search:
+    """One search: its table, and the points that were made."""
 
     def __init__(
         self,
         spaces: Sequence[SearchSpace],
-        budget: int,
-        host_budget: int | None = None,
-        effort: float = 1.0,
-        progress: Callable[[str], None] = lambda line: None,
-        given: Iterable[Point] = (),
-        units: Units | None = None,
-        *,
-        alone: bool = True,
+        result: Result,
+        progress: Callable[[str], None],
+        families: Families,
     ) -> None:
-        self.spaces, self.progress, self.alone = spaces, progress, alone
-        self.units = Units() if units is None else units
-        self.work = Work(MOST * effort)
-        self.result = Result(budget, host_budget, list(given))
-        self.queue: list[tuple[float, int, Case | Candidate]] = []
-        self._numbers = count()
-        self.seen = Seen()
-
-    def run(self) -> Result:
-        """Search.
-
-        Raises:
-            PlanError: no schedule is possible for this model and these devices.
-        """
-        result = self.result
-        # They need no search, and are no reason to leave out a pipeline.
-        alone = [point for point in result.points if not point.is_pipeline]
-        result.points = [point for point in result.points if point.is_pipeline]
-        self._begin()
-        for _ in range(_ROUNDS):
-            self._fastest()
-            before = self.best_us
-            self._polish()
-            if self.best_us <= before:
-                break  # else the orders in full are too large, or slower
-        later.costly(self)
-        self._polish()
-        alone += [result.alone] if self.alone and result.alone is not None else []
-        for point in alone:
-            if not any(p.key() == point.key() for p in result.points):
-                result.points.append(point)
-        if result.best is None:
-            later.smallest(self)
-            self._polish()
-            # The least memory is that of an order that training makes.
-            while result.points and (least := result.smallest).spec.effort < full():
-                self._full(least)
-        if not result.points:
-            raise PlanError(_why_none(self.spaces))
-        _count_left(self)
-        return result
-
-    @property
-    def always_offload(self) -> bool:
-        """Every point has to have some."""
-        return any(space.always_offload for space in self.spaces)
+        self.spaces, self.result, self.progress = spaces, result, progress
+        self.families = families
 
     @property
     def best_us(self) -> float:
@@ -133,28 +87,26 @@ class Search:
         best = self.result.best
         return float("inf") if best is None else float(best.iteration_us)
 
-    def _begin(self) -> None:
-        """Put every case into the queue."""
+    def rows(self, budget: float) -> list[Row]:
+        """Of all divisions, what may fit; and the best point without a pipeline."""
+        result = self.result
+        out: list[Row] = []
+        result.divisions, result.cases, result.pruned = len(self.spaces), 0, 0
         failed: PlanError | None = None
         for space in self.spaces:
             try:
                 if space.pp < 2:
                     self._alone(space)
                     continue
-                found = cases(space, self.result.budget)
+                for found in rows(space, budget, self.families, self.best_us):
+                    result.cases += 1
+                    result.pruned += not found
+                    out += found
             except PlanError as error:
                 failed = error
-                continue
-            self.result.cases += len(found)
-            self.work.take(self.work.of_cases(len(found)))
-            for case in found:
-                if case.states <= self.result.budget:
-                    self._put(case.likely_us * _OF_CASE, case)
-                else:
-                    self.seen.never.append(case)
-        self.result.divisions = len(self.spaces)
-        if failed is not None and not self.result.cases and self.result.alone is None:
+        if failed is not None and not result.cases and result.alone is None:
             raise failed
+        return out
 
     def _alone(self, space: SearchSpace) -> None:
         """Without a pipeline there is one order, so all points are made at once."""
@@ -164,158 +116,147 @@ class Search:
             if self.result.fits(point) and (known is None or point.key() < known.key()):
                 self.result.alone = point
 
-    def _put(self, key: float, one: Case | Candidate) -> None:
-        heapq.heappush(self.queue, (key, next(self._numbers), one))
-
-    def _fastest(self) -> None:
-        """Look at what is likely the fastest until nothing is."""
+    def fastest(self, work: float) -> None:
+        """Simulate what is likely the fastest of what fits."""
         budget = self.result.budget
-        while self.queue and (
-            self.work.more_than(FOR_COSTLY)
-            or (self.result.best is None and self.work.more_than(_WITHOUT))
-        ):
-            key, _, one = heapq.heappop(self.queue)
-            if key >= self.best_us:
-                heapq.heappush(self.queue, (key, next(self._numbers), one))
-                return
-            if one.bound_us >= self.best_us:
+        found = sorted(self.rows(budget), key=lambda row: row.us)
+        self.result.candidates = len(found)
+        self.progress(f"{len(found)} configurations")
+        plain = [row for row in found if row.offload is None]
+        short = shortlist(plain, budget, self.families, _FITTING)
+        least = short[0].us if short else float("inf")
+        moved = [row for row in found if row.offload and row.us < least]
+        short += shortlist(moved, budget, self.families, _FITTING // 4)
+        short.sort(key=lambda one: one.us)
+        self.progress(f"{len(short)} short orders")
+        left, fits = work, False
+        for one in self._probed(short, work):
+            if one.us >= self.best_us * _CLOSE or (left < 0 and fits):
+                break
+            more = work_of(_quick(one.spec))
+            if left < work and more > left + work:
+                continue  # what takes long is made where nothing else was
+            left -= more
+            point = self.add(one.spec, one)
+            fits = fits or (point is not None and self.result.fits(point))
+        self._slices(short)
+
+    def _probed(self, short: Sequence[Candidate], work: float) -> list[Candidate]:
+        """Those that fit by an order of their own, of few microbatches, by its time."""
+        seen: set[tuple[object, ...]] = set()
+        left = {False: work, True: work / 4}  # with offload
+        found: list[Candidate] = []
+        best = self.best_us
+        for one in short:
+            if one.us >= best * _NEAR:
+                break  # short orders err by less, mostly
+            moves, more = one.row.offload is not None, work_of(_quick(one.few()))
+            late = more > left[moves] + work * (best == float("inf") and not moves)
+            if one.kind() in seen or late or (moves and work_of(one.spec) > work):
                 continue
-            if isinstance(one, Case):
-                self.expand(one)
-            elif one.rough and _hopeless(self, one):
-                self.seen.hopeless.append(one)
-            elif one.rough:
-                self.refine(one)
-            elif _has_twin(self, one):
-                self.seen.twins.append(one)
-            elif _is_dear(self, one):
-                self.seen.dear.append(one)
-            elif one.bytes <= budget * NEAR or self.always_offload:
-                self.add(one.spec, one.workload)
+            seen.add(one.kind())
+            left[moves] -= more
+            try:
+                probed = one.probed(evaluate(_quick(one.few()), one.workload))
+            except ValueError:
+                continue
+            if probed.bytes <= SLACK * self.result.budget:
+                found.append(probed)
+            if probed.bytes <= self.result.budget:
+                best = min(best, probed.us)
+        return sorted(found, key=lambda one: one.us)
 
-    def expand(self, case: Case) -> None:
-        """Put a case's candidates into the queue, with rough times."""
-        self.result.searched += 1
-        known = len(self.units.orders)
-        for one in candidates_of(case, self.units):
-            new = len(self.units.orders) - known
-            known += new
-            self.work.take(self.work.of_rough(one.spec) + new * self.work.of_likely(one.spec))
-            if case.space.always_offload:
-                for offer in offers(one, case.space, self.units(one.spec)):
-                    self._put(offer.hoped_us, offer)
-            else:
-                self._put(one.hoped_us, one)
+    def _slices(self, short: Sequence[Candidate]) -> None:
+        """Sequences in slices, with the likely fastest schedules, where that is worth it."""
+        tried: set[tuple[object, ...]] = set()
+        for one in short:
+            spec, job = one.spec, one.row.job
+            kind = spec.name, spec.chunks, spec.barriers
+            if len(tried) == _SLICED or kind in tried or not worth_it(spec, job):
+                continue
+            # Slices shorten what ranks wait for, and make no pass of a microbatch faster.
+            busy = max(rank_work(one.workload.costs, spec.placement)) * spec.microbatches
+            beside = one.workload.overhead(spec.placement).total * 1e6
+            if float(busy) + beside >= self.best_us:
+                continue
+            tried.add(kind)
+            for number in one.row.space.slices:
+                self.add(sliced(spec, job, number), one)
 
-    def refine(self, rough: Candidate) -> None:
-        """Put it back with its likely time, or among the large ones."""
-        one = rough.refined(self.units)
-        self.work.take(self.work.of_likely(one.spec))
-        self.result.candidates += 1
-        if rough.spec.offload is not None:
-            found = offers(one, rough.space, self.units(one.spec))
-            one = next((o for o in found if o.offload == rough.offload), None) or one
-        self.seen.ready.append(one)
-        if one.bytes <= self.result.budget * NEAR:
-            self._put(one.hoped_us, one)
-            return
-        self.seen.large.append(one)
-        # What the link can carry is as fast; orders that use all of it take long to plan.
-        for offer in offers(one, one.space, self.units(one.spec)) if not rough.offload else ():
-            if offer.offload != "auto" and offer.bytes <= self.result.budget:
-                self._put(offer.hoped_us, offer)
-                return
-
-    def add(self, spec: ScheduleSpec, work: Workload, *, quick: bool = True) -> Point | None:
-        """Simulate a point; None if it is known, or nothing keeps a cap."""
-        # Quick orders leave less of what offload could move.
-        if quick and spec.offload is None and not GENERATORS[spec.name].fixed:
-            spec = replace(spec, effort=0.0)
-        if self.known(spec, work):
-            return None
-        self.work.make(spec)
+    def add(self, spec: ScheduleSpec, one: Candidate) -> Point | None:
+        """Simulate a point; None if there is none."""
         try:
-            point = evaluate(spec, work)
+            point = evaluate(_quick(spec), one.workload)
         except ValueError:
-            if spec.cap is None:
-                raise
             return None
         self.result.points.append(point)
-        self._tell(point)
+        self._tell()
         return point
 
-    def _tell(self, point: Point) -> None:
+    def _tell(self) -> None:
         best, text = self.result.best, "none fits yet"
         if best is not None:
             text = f"best {self.best_us / 1e3:.1f} ms on {division_text(best.job)}, {best.name}"
-            left = min((one.bound_us for _, _, one in self.queue), default=self.best_us)
-            share = 1 - left / self.best_us
-            if share > 0.0005:
-                text += f"; {share:.1%} faster at most is possible"
         self.progress(f"{len(self.result.points)} simulated, {text}")
 
-    def known(self, spec: ScheduleSpec, work: Workload) -> bool:
-        plain = replace(spec, effort=0.0)
-        return any(
-            p.workload == work
-            and p.spec.effort >= spec.effort
-            and replace(p.spec, effort=0.0) == plain
-            for p in self.result.points
-        )
+    def polish(self) -> None:
+        """Make the orders of the best as training does, until the best one is."""
+        result, left = self.result, _WORK
+        near = [point for point in self._quick() if point.worst.total <= SLACK * result.budget]
+        for point in sorted(near, key=Point.key)[:_TRIES]:
+            done = [p for p in result.points if p.spec.effort >= _full() and result.fits(p)]
+            limit = min((p.iteration_us for p in done), default=None)
+            if limit is not None and (left < 0 or point.iteration_us * _BETTER > limit):
+                break
+            left -= work_of(self._make(point).spec)
+        while (best := result.best) is not None and best.spec.effort < _full():
+            self._make(best)
+        # The least memory is that of an order that training makes.
+        while result.best is None and result.points and result.smallest in self._quick():
+            self._make(result.smallest)
 
-    def may_win(self, one: Candidate) -> bool:
-        return one.bound_us < self.best_us
+    def _quick(self) -> list[Point]:
+        return [point for point in self.result.points if point.spec.effort < _full()]
 
-    def _polish(self) -> None:
-        """Make the orders of the best in full, as training does, until the best one is."""
-        limit = self.best_us * _CLOSE
-        quick = [p for p in self.result.points if p.spec.effort < full() and self.result.fits(p)]
-        near = sorted((p for p in quick if p.iteration_us <= limit), key=Point.key)[:_POLISHED]
-        for point in near:
-            if self.work.affords(replace(point.spec, effort=full()), 0.0):
-                self._full(point)
-        while (best := self.result.best) is not None and best.spec.effort < full():
-            if not self.work.affords(replace(best.spec, effort=full()), -1.0):
-                return  # training will; it takes longer than all of the search
-            self._full(best)
-
-    def _full(self, point: Point) -> None:
+    def _make(self, point: Point) -> Point:
         """Replace a point by the one that training makes."""
-        spec = replace(point.spec, effort=full())
-        self.work.make(spec)
+        made = evaluate(replace(point.spec, effort=_full()), point.workload)
         self.result.points.remove(point)
-        self.result.points.append(evaluate(spec, point.workload))
-        self._tell(point)
+        self.result.points.append(made)
+        self._tell()
+        return made
+
+    def smallest(self) -> None:
+        """Nothing fits: the smallest there is, with and without offload."""
+        found = sorted(self.rows(float("inf")), key=lambda row: row.bytes)[:_SMALL]
+        self.result.candidates = max(self.result.candidates, len(found))
+        short = [one for row in found for one in candidates(row, self.families)]
+        for one in sorted(short, key=lambda one: (one.bytes, one.us))[:_SMALLEST]:
+            self.add(one.spec, one)
+        moved = [
+            one
+            for row in found
+            if row.offload is None and row.space.offload
+            for one in candidates(row._replace(offload=row.space.offload[-1]), self.families)
+        ]
+        seen: set[tuple[object, ...]] = set()
+        for one in sorted(moved, key=lambda one: (one.bytes, one.us)):
+            kind = one.spec.name, one.workload.split.even  # estimates of one kind err alike
+            if kind not in seen and len(seen) < _SMALLEST:
+                seen.add(kind)
+                self.add(one.spec, one)
 
 
-def _hopeless(search: Search, one: Candidate) -> bool:
-    """Even half of its activations do not fit by far."""
-    if one.spec.offload is not None:
-        return False
-    return one.bytes - one.states > _HOPELESS * (search.result.budget - one.states)
+def _quick(spec: ScheduleSpec) -> ScheduleSpec:
+    """With little effort where an order is searched for; such orders leave less of what offload
+    could move."""
+    searched = spec.offload is None and not GENERATORS[spec.name].fixed
+    return replace(spec, effort=0.0) if searched else spec
 
 
-def _has_twin(search: Search, one: Candidate) -> bool:
-    """The same order with nearly the same passes was simulated on another division."""
-    return any(
-        p.job != one.workload.job
-        and (p.name, p.spec.pp, p.spec.microbatches)
-        == (one.spec.name, one.spec.pp, one.spec.microbatches)
-        and (p.spec.chunks, p.offload) == (one.spec.chunks, one.offload)
-        and p.workload.split == one.workload.split
-        and _alike(p.workload.costs, one.workload.costs)
-        for p in search.result.points
-    )
-
-
-def _is_dear(search: Search, one: Candidate) -> bool:
-    """Too much work for what is left of it, or for one point."""
-    if search.work.of_point(one.spec) > _ONE * search.work.most:
-        return True
-    if one.spec.offload:
-        return not search.work.affords(one.spec, FOR_COSTLY)
-    found = search.result.best is not None
-    return found and not search.work.affords(replace(one.spec, effort=0.0), FOR_LAST)
+def _full() -> float:
+    """The effort of training's own orders."""
+    return ScheduleSpec("1f1b", 2, 1).effort
 
 
 def _why_none(spaces: Sequence[SearchSpace]) -> str:
@@ -340,30 +281,12 @@ def _why_none(spaces: Sequence[SearchSpace]) -> str:
     )
 
 
-def _count_left(search: Search) -> None:
-    """How much was skipped, and how fast it can be at most."""
-    best = search.best_us
-    left = [(key, one) for key, _, one in search.queue if one.bound_us < best]
-    left += [(0.0, one) for one in search.seen.dear if one.bound_us < best]
-    unlikely = (*search.seen.twins, *search.seen.hopeless)
-    left += [(best, one) for one in unlikely if one.bound_us < best]
-    search.result.skipped = len(left)
-    search.result.unsearched = sum(isinstance(one, Case) for _, one in left)
-    search.result.cut = sum(key < best for key, _ in left)
-    search.result.least_us = min((one.bound_us for _, one in left), default=None)
-
-
-def _alike(a: Costs, b: Costs) -> bool:
-    """Every pass takes as long within half a per cent."""
-    rows = zip(a.stages or (), b.stages or ())
-    times = [pair for one, other in rows for pair in zip(one, other)]
-    times += list(zip(a.vocabulary or (), b.vocabulary or ()))
-    return all(200 * abs(x - y) <= x for x, y in times)
-
-
-_OF_CASE = 0.97  # the likely time of a case by which its candidates' may be shorter
-_WITHOUT = -0.5  # of the work is left as long as nothing fits
-_CLOSE, _POLISHED = 1.015, 5  # points whose orders are made in full: so near the best, so many
-_HOPELESS = 1.8  # times the room for activations
-_ROUNDS = 3
-_ONE = 0.2  # of the work, the most for one point of the queue
+_FITTING = 80  # candidates of the shortlist
+# For orders of few microbatches, a quarter more for those with offload; as much for whole ones
+# with little effort, and for those that training makes.
+_WORK = 4.0 * SECOND
+_NEAR, _CLOSE = 1.005, 1.02  # by which the time of short orders, and of few microbatches, errs
+_SLICED = 4  # schedules that are tried with slices
+_TRIES = 12  # orders that are made as training does
+_BETTER = 0.96  # training's own orders are shorter than quick ones by less
+_SMALL, _SMALLEST = 40, 3  # of the smallest: rows that are looked at, and points

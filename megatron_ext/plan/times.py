@@ -224,14 +224,6 @@ def with_exchange(costs: Costs, shares: Sequence[Fraction], pp: int) -> Costs:
     return costs.with_exchange([(f * x, min(f * x, b)) for (f, b), x in zip(rows, shares)])
 
 
-def least_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
-    """``stage_times`` without what pairs may hide, if the job has them."""
-    times = stage_times(job, split, gpu)
-    if not job.overlap_moe_expert_parallel_comm:
-        return times
-    return [t.plus((-n, -n, 0.0)) for t, n in zip(times, exchange_times(job, split, gpu))]
-
-
 def vocabulary_times(job: Job, gpu: Gpu) -> tuple[float, float, float, float, float] | None:
     """Seconds of a rank's S, T, E and G for one microbatch, and from the end of the last rank's
     pass to when a collective has ended; None if the vocabulary is not sharded over the pipeline.

@@ -1,14 +1,19 @@
-"""All that a search may choose from, nothing pruned."""
+"""All that a search may choose from, nothing left out."""
 
 from __future__ import annotations
 
-from megatron_ext.plan.candidate import Candidate, Units, candidates_of
-from megatron_ext.plan.cases import cases
+from megatron_ext.plan.rows import Families, Row, rows
+from megatron_ext.plan.short import Candidate
+from megatron_ext.plan.short import candidates as of_row
 from megatron_ext.plan.space import SearchSpace
 
 
+def every_row(where: SearchSpace) -> list[Row]:
+    """Of one division, without offload but where that is asked for."""
+    return [row for found in rows(where, float("inf"), Families()) for row in found]
+
+
 def candidates(where: SearchSpace) -> list[Candidate]:
-    """Of one division, without offload, with likely times."""
-    units = Units()
-    every = (one for case in cases(where, 1 << 30) for one in candidates_of(case, units))
-    return [one.refined(units) for one in every]
+    """Of one division, with the times of short orders."""
+    families = Families()
+    return [one for row in every_row(where) for one in of_row(row, families)]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy, candidates, saved_bytes
+from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy, saved_bytes
 from megatron_ext.plan.activations import sums
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import gpu_of
@@ -22,7 +22,7 @@ from megatron_ext.plan.moe_times import (
     pass_time,
 )
 from megatron_ext.plan.parts import exchange
-from megatron_ext.plan.search import Search
+from megatron_ext.plan.search import search
 from megatron_ext.plan.space import SearchSpace
 from megatron_ext.plan.times import moe_variants, price_of, stage_times
 from megatron_ext.schedule.generators import generate
@@ -260,10 +260,10 @@ def plans_of(*more, gpu="H100", line=SPREAD):
 
 
 def test_variants():
-    """Of the plans that training tries those that no other one beats in time and memory."""
+    """Of all plans that the flags allow those that no other one beats in time and memory."""
     found = plans_of()
-    assert found[0] is None and found[1].strategy is Strategy.NONE and found[1].chunks > 1
-    assert found[2:] and set(found[1:]) <= set(candidates())
+    assert found[0] is None and found[1].strategy.keeps_products and found[1].chunks > 1
+    assert found[2:] and len({one.strategy for one in found[1:]}) > 1
     assert plans_of("--moe-pipeline-chunks off") == [None]
     assert plans_of("--moe-pipeline-chunks 4") == [LayerPlan(4)]
     assert plans_of("--moe-pipeline-chunks 4 --moe-memory-reuse s4") == [LayerPlan.of(4, "s4")]
@@ -304,7 +304,7 @@ def test_moe_act_makes_none_s0():
 def test_the_search_takes_chunks_where_they_are_faster():
     this = job()
     space = SearchSpace(this, gpu_of("H100"), 4, ("1f1b", "v-half"), cheap_recompute=(False,))
-    free = Search([space], 79 * 2**30).run()
+    free = search([space], 79 * 2**30)
     best = free.best
     assert fixed_plan(best.workload.job).strategy.keeps_products
     chunks = fixed_plan(best.workload.job).chunks

@@ -11,9 +11,9 @@ from megatron_ext.plan.gpu import gpu_of
 from megatron_ext.plan.layout import even_split
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.moe_job import fixed_plan
-from megatron_ext.plan.search import Search
+from megatron_ext.plan.search import search
 from megatron_ext.plan.space import SearchSpace
-from megatron_ext.plan.times import exchange_times, least_times, stage_times
+from megatron_ext.plan.times import exchange_times
 
 from .every import candidates
 
@@ -55,18 +55,11 @@ def test_costs_are_those_that_training_takes():
     for (own, _), (f, *_), n in zip(work.costs.exchange, work.costs.stages, sent):
         assert abs(float(own) - 1e6 * n) < float(f) / 64
     assert where.workload(job(), 8, split).costs.exchange is None
-    least, whole = (each(where.job, split, where.gpu) for each in (least_times, stage_times))
-    assert all(a.forward < b.forward and a[2] == b[2] for a, b in zip(least, whole))
 
 
 def test_a_flag_keeps_the_search_to_pairs():
     where = space(FLAG, offload=("half",))
-    every = candidates(where)
-    for one in every:
-        assert one.spec.overlap and one.bound_us <= one.likely_us
-    result = Search([where], 70 * GIB).run()
+    assert all(one.spec.overlap for one in candidates(where))
+    result = search([where], 70 * GIB)
     assert result.points and all(p.spec.overlap for p in result.points)
-    for point in result.points:
-        assert point.spec.offload is None
-        one = next(o for o in every if o.spec.name == point.spec.name)
-        assert one.bound_us <= point.iteration_us
+    assert all(point.spec.offload is None for point in result.points)
