@@ -6,7 +6,6 @@ One file a device in ``gpus/``, which has the sources; a file of the user's own 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
@@ -179,19 +178,6 @@ def gpu_of(name: str) -> Gpu:
         "--gpu-flops, --gpu-memory, --gpu-bandwidth and --host-bandwidth beside the nearest, "
         "or with --gpu FILE.json"
     )
-
-
-def gpu_called(name: str) -> Gpu | None:
-    """The device of the table that a driver calls ``name``, such as "NVIDIA H100 80GB HBM3".
-
-    Cards on PCIe (``H100 PCIe``, ``H100 NVL``) count as the SXM module of their name: their rates
-    are lower, the ratios of their passes about the same. None for every other device.
-    """
-    words = re.findall(r"[A-Z0-9]+", name.upper())
-    key = next((word for word in words if word in GPUS), None)
-    if key == "A100" and "40GB" in words:
-        key = "A100-40GB"
-    return None if key is None else GPUS[key]
 
 
 _table()

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.plan.estimate import flop_costs
 from megatron_ext.plan.flags import job_of, read
-from megatron_ext.plan.gpu import Gpu, gpu_called, gpu_of
+from megatron_ext.plan.gpu import Gpu, gpu_of
 from megatron_ext.plan.layout import even_split, split_of
 from megatron_ext.plan.point import evaluate
 from megatron_ext.plan.space import SearchSpace
@@ -39,28 +39,6 @@ def job(text):
 
 def split(described, stages):
     return split_of(described, stages) or even_split(described.num_layers, stages)
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100 80GB PCIe", "A100"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA B300 SXM6 AC", "B300"),
-        ("NVIDIA GB200", "GB200"),
-        ("AMD Instinct MI300X", "MI300X"),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA H20", None),
-        ("NVIDIA A10", None),
-        ("CPU (megatron_ext.cpu)", None),
-        ("", None),
-    ],
-)
-def test_devices_by_their_drivers_names(name, key):
-    assert gpu_called(name) == (None if key is None else gpu_of(key))
 
 
 class TestCosts:
